@@ -9,7 +9,7 @@ from runner_support import loaded_model
 from hybridkv.errors import ConfigError, TraceError
 from hybridkv.request import SamplingParams
 from hybridkv.runner import encode
-from hybridkv.runner.prompts import BUILT_IN, Prompts, built_in_prompts, read_prompts
+from hybridkv.runner.prompts import BUILT_IN, Prompts, plain_prompts, read_prompts
 
 DEFAULTS = SamplingParams(max_tokens=9)
 
@@ -48,7 +48,7 @@ def test_prompts_file_format_is_detected(tmp_path: Path) -> None:
     assert [bytes(one.token_ids).decode() for one in found.prompts] == ["One", " Two {}"]
     found = read(tmp_path, '\n{"prompt": "A"}\n', name="prompts.txt")
     assert found.prompts[0].token_ids == (65,)
-    assert len(built_in_prompts(checked, DEFAULTS).prompts) == len(BUILT_IN)
+    assert len(plain_prompts(BUILT_IN, checked, DEFAULTS).prompts) == len(BUILT_IN)
 
 
 @pytest.mark.parametrize(

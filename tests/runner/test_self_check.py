@@ -158,3 +158,10 @@ def test_self_check_with_insensitive_weights_is_logged(caplog: pytest.LogCapture
         engine(model).close()
     assert "a wrong context would not show in its logits" in caplog.text
     assert not self_check._COMPARED
+
+
+def test_self_check_names_a_model_that_computes_nan_without_pages() -> None:
+    model = tiny_model("llama", 0)
+    model.model.norm.weight.data[3] = float("nan")
+    with pytest.raises(UnsupportedModelError, match=r"computes NaN in plain transformers.*its weights in .* float32"):
+        engine(model)

@@ -42,6 +42,8 @@ def _top(
         raise typer.Exit
     if context.invoked_subcommand is None:
         print(context.get_help())
+    # threads wait for each other without using a core: by spinning, a chat on a busy machine took 6 times the CPU time
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported
     if sys.stderr is None or not sys.stderr.isatty():
         # progress bars of libraries (downloads, dequantization) would mix with error lines in a file
         os.environ.setdefault("TQDM_DISABLE", "1")  # read when torch is imported

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from hybridkv.cli.engine_options import ModelOptions, attention_option
+from hybridkv.cli.engine_options import ModelOptions, attention_option, checking
 from hybridkv.cli.options import cache_option, output_option, run_option
 from hybridkv.cli.output import console, progress_bar, table
 from hybridkv.errors import ConfigError
@@ -61,7 +61,9 @@ def calibrate_command(
 
     options = EngineOptions(attention=attention)
     longest = _longest(loaded, scale)
-    with Engine(loaded, options=options, memory=memory, max_model_len=longest) as engine:
+    with checking(loaded):
+        opened = Engine(loaded, options=options, memory=memory, max_model_len=longest)
+    with opened as engine:
         weights = _weights(loaded)
         cost = StepCost.of(engine.plan, weights=weights)
         asked = [shapes_within((one.scaled(scale) for one in shapes), engine.plan) for shapes in (FITTED, HELD_BACK)]

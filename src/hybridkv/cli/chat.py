@@ -20,7 +20,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from hybridkv.cli.engine_options import ModelOptions, SamplingOptions, StoredOptions, TierOptions, system_option
+from hybridkv.cli.engine_options import (
+    ModelOptions,
+    SamplingOptions,
+    StoredOptions,
+    TierOptions,
+    checking,
+    system_option,
+)
 from hybridkv.cli.options import cache_option
 from hybridkv.cli.outcome import INTERRUPTED, printable, printable_lines
 from hybridkv.errors import ConfigError
@@ -45,7 +52,7 @@ def chat_command(
     *,
     model: ModelOptions,
     system: str | None = system_option(),
-    sampling: SamplingOptions = SamplingOptions(max_new_tokens=256),
+    sampling: SamplingOptions = SamplingOptions(max_tokens=256),
     memory: str | None = cache_option("Cache memory: 64MiB, or a number of bytes.", show_default="1GiB"),
     tiers: TierOptions,
     stored: StoredOptions,
@@ -63,7 +70,9 @@ def chat_command(
     from hybridkv.runner.engine import Engine  # noqa: PLC0415  # same
 
     require_chat(loaded)
-    with Engine(loaded, memory=memory, stored=stored.stored(), **tiers.behind()) as engine, _interruptible():
+    with checking(loaded):
+        opened = Engine(loaded, memory=memory, stored=stored.stored(), **tiers.behind())
+    with opened as engine, _interruptible():
         talk = _Talk(system) if resume is None else _resumed(engine, resume)
         try:
             _talk(engine, params, talk, saves=save is not None)

@@ -5,9 +5,11 @@ Torch takes seconds to import, so this module imports it only inside the functio
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,11 +26,12 @@ from hybridkv.cli.options import (
     short_share_option,
     skip_layers_option,
 )
+from hybridkv.cli.output import note, status
 from hybridkv.errors import ConfigError
 from hybridkv.eviction import TenantShares
 from hybridkv.request import SamplingParams
 from hybridkv.spec_fields import Quantization
-from hybridkv.units import MOST_COUNT, shown
+from hybridkv.units import MOST_COUNT, format_bytes, shown
 
 if TYPE_CHECKING:
     from hybridkv.runner.drafters import Drafter
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
 _DRAFTS: Final = 4
 _MOST_RUNNING: Final = 1 << 16
 """Most requests that run at once: the worker's tables hold a row for each of them."""
+_MOST_THREADS: Final = 1 << 10
 
 attention_option: Final = partial(
     run_option, "Attention backend: gather, eager, triton or torch.", metavar="NAME", default="gather"
@@ -54,6 +58,7 @@ class ModelOptions:
     Attributes:
         model: folder, file or name of the model, as ``load`` takes it.
         trust_remote_code: whether Python code of the model's folder may run.
+        threads: CPU threads of the model; None: OMP_NUM_THREADS, or as many as the model and the machine can use.
     """
 
     model: str = model_option(
@@ -62,24 +67,52 @@ class ModelOptions:
     trust_remote_code: bool = model_option(
         "Allow Python code from the model's folder to run.", "--trust-remote-code", default=False
     )
+    threads: int | None = run_option(
+        "CPU threads of the model.",
+        min=1,
+        max=_MOST_THREADS,
+        metavar="N",
+        show_default="OMP_NUM_THREADS, or by the model's size and the cores",
+    )
 
     def load(self) -> LoadedModel:
-        """Load the model, with the log messages and progress bars of transformers turned off.
+        """Load the model, with the log messages and progress bars of transformers turned off, and set its threads.
 
         Raises:
             ConfigError: as ``hybridkv.runner.load``.
         """
-        import torch  # noqa: PLC0415  # takes seconds
-        from transformers.utils import logging as chatter  # noqa: PLC0415  # same
+        with status(f"loading {self.model}"):
+            import torch  # noqa: PLC0415  # takes seconds
+            from transformers.utils import logging as chatter  # noqa: PLC0415  # same
 
-        from hybridkv.runner.load import TINY, load  # noqa: PLC0415  # same
+            from hybridkv.runner.load import TINY, load  # noqa: PLC0415  # same
+            from hybridkv.runner.threads import suitable_threads  # noqa: PLC0415  # same
 
-        chatter.set_verbosity_error()
-        chatter.disable_progress_bar()
-        warnings.filterwarnings("ignore", module=r"transformers\..*")
-        if self.model.startswith(TINY):
-            torch.set_num_threads(1)  # a tiny model finishes before several threads could start
-        return load(self.model, trust_remote_code=self.trust_remote_code)
+            chatter.set_verbosity_error()
+            chatter.disable_progress_bar()
+            warnings.filterwarnings("ignore", module=r"transformers\..*")
+            cores = torch.get_num_threads()
+            if self.model.startswith(TINY):
+                torch.set_num_threads(1)  # a tiny model is made before several threads could start
+            loaded = load(self.model, trust_remote_code=self.trust_remote_code)
+            weights = sum(one.nbytes for one in loaded.model.parameters())
+            suitable = cores if "OMP_NUM_THREADS" in os.environ else suitable_threads(weights, cores)
+            torch.set_num_threads(self.threads or suitable)
+        note(f"loaded {loaded.name}: {format_bytes(weights)} of weights, {in_threads()}")
+        return loaded
+
+
+def in_threads() -> str:
+    """Return the number of the model's CPU threads in words."""
+    import torch  # noqa: PLC0415  # takes seconds
+
+    count = torch.get_num_threads()
+    return f"{count} thread" if count == 1 else f"{count} threads"
+
+
+def checking(loaded: LoadedModel) -> AbstractContextManager[None]:
+    """Return a context in which an engine is made: a terminal shows that the model is compared with itself."""
+    return status(f"checking {loaded.name} on pages against plain transformers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +120,20 @@ class SamplingOptions:
     """How tokens are sampled.
 
     Attributes:
-        max_new_tokens: limit of output tokens of a request.
+        max_tokens: limit of output tokens of a request.
         temperature: sampling temperature; 0 is greedy.
         top_p: probability mass of nucleus sampling, above 0, at most 1.
         seed: seed of the random numbers.
         stop: texts that end an output.
     """
 
-    max_new_tokens: int = request_option(
-        "Limit of output tokens of each request that sets no max_tokens.", max=MOST_COUNT, metavar="N", default=32
+    max_tokens: int = request_option(
+        "Limit of output tokens of each request that sets no max_tokens.",
+        "--max-tokens",
+        "--max-new-tokens",
+        max=MOST_COUNT,
+        metavar="N",
+        default=32,
     )
     temperature: float = request_option("Sampling temperature; 0 takes the most probable token.", default=0.0)
     top_p: float = request_option(
@@ -107,7 +145,7 @@ class SamplingOptions:
     def params(self) -> SamplingParams:
         """Return the sampling parameters. Raises ConfigError for values out of range."""
         return SamplingParams(
-            max_tokens=self.max_new_tokens,
+            max_tokens=self.max_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
             seed=self.seed,

@@ -27,6 +27,7 @@ from hybridkv.cli.engine_options import (
     StepOptions,
     StoredOptions,
     TierOptions,
+    checking,
     speculate_option,
     system_option,
 )
@@ -70,6 +71,7 @@ _SHOWN_CHARACTERS: Final = 40
 def generate_command(
     *,
     model: ModelOptions,
+    prompt: list[str] | None = request_option("Text to continue. May be repeated.", metavar="TEXT"),
     prompts: Path | None = request_option(
         "File of prompts: JSON lines with prompt, encoder, sampling, marks, tenant and hints, or lines of text.",
         show_default="built-in prompts",
@@ -103,8 +105,12 @@ def generate_command(
         "Compare the outputs with plain transformers; exit with status 1 if they differ.", "--check", default=False
     ),
     skip_bad_lines: bool = skip_bad_lines_option(),
-    output: Path | None = output_option("File for all requests with their full outputs, as JSON lines."),
-    whole: bool = output_option("Print full outputs instead of their first characters.", "--whole", default=False),
+    out: Path | None = output_option(
+        "File for all requests with their full outputs, as JSON lines.", "--out", "--output", metavar="FILE"
+    ),
+    whole: bool = output_option(
+        "Print full outputs instead of their first characters, as with --prompt.", "--whole", default=False
+    ),
     as_json: bool = output_option("Print the results as one JSON document.", "--json", default=False),
 ) -> int:
     """Generate text with an unmodified Hugging Face model: continuous batching on the paged cache."""
@@ -116,18 +122,18 @@ def generate_command(
     if repeat < 1:
         raise ConfigError(f"--repeat must be at least 1, got {repeat}")
     drafts = Speculate.parse(speculate)
-    if prompts is not None and messages is not None:
-        raise ConfigError("--prompts and --messages cannot be used together: drop one of them")
+    if sum(map(bool, (prompt, prompts, messages))) > 1:
+        raise ConfigError("--prompt, --prompts and --messages cannot be used together: give one of them")
     if system is not None and messages is None:
         raise ConfigError("--system has no effect without conversations: give --messages FILE too")
-    if output is not None and (output.is_dir() or not output.parent.is_dir() or not os.access(output.parent, os.W_OK)):
-        raise ConfigError(f"--output {output} cannot be written: name a file in an existing, writable folder")
+    if out is not None and (out.is_dir() or not out.parent.is_dir() or not os.access(out.parent, os.W_OK)):
+        raise ConfigError(f"--out {out} cannot be written: name a file in an existing, writable folder")
     defaults = sampling.params()
     from hybridkv.runner.planning import plan_for  # noqa: PLC0415  # torch takes seconds to import
 
     options = stepping.engine_options(in_flight=in_flight, compile=compiled)
     loaded = model.load()
-    found = _prompts(loaded, prompts, messages, defaults, system=system, skip_bad_lines=skip_bad_lines)
+    found = _prompts(loaded, prompt, prompts, messages, defaults, system=system, skip_bad_lines=skip_bad_lines)
     lengths = [len(one.token_ids) + one.sampling.max_tokens for one in found.prompts for _ in range(one.sampling.n)]
     drafter = drafts.drafter(options, lengths, trust_remote_code=model.trust_remote_code) if drafts else None
     if plan_file is not None:
@@ -136,12 +142,12 @@ def generate_command(
         held = drafts.drafts if drafts else 0
         plan = plan_for(loaded, lengths, num_speculative_tokens=held, stored=stored.stored(), **rules)
     run = _run(loaded, plan, found, options, repeat=repeat, check=check, drafter=drafter, behind=tiers.behind())
-    if output is not None:
-        _write_lines(output, run)
+    if out is not None:
+        _write_lines(out, run)
     if as_json:
         print(json.dumps(_document(run), indent=2))  # without times: equal runs give equal documents
     else:
-        _print_tables(run, whole=whole)
+        _print_tables(run, whole=whole or bool(prompt))
     return 0 if run.report is None or run.report.ok else _CHECK_FAILED
 
 
@@ -162,6 +168,7 @@ def _rules(plan_file: Path | None, *, layout: Layout | None, placement: str | No
 
 def _prompts(
     loaded: LoadedModel,
+    prompt: list[str] | None,
     prompts: Path | None,
     messages: Path | None,
     defaults: SamplingParams,
@@ -169,10 +176,10 @@ def _prompts(
     system: str | None,
     skip_bad_lines: bool,
 ) -> Prompts:
-    """Return the requests of one of the files, or the built-in prompts."""
+    """Return the texts of ``prompt``, the requests of one of the files, or the built-in prompts."""
     from hybridkv.runner.inputs import encode, read_encoder_input  # noqa: PLC0415  # takes seconds
     from hybridkv.runner.model_call import is_encoder_decoder  # noqa: PLC0415  # same
-    from hybridkv.runner.prompts import built_in_prompts, read_conversations, read_prompts  # noqa: PLC0415  # same
+    from hybridkv.runner.prompts import BUILT_IN, plain_prompts, read_conversations, read_prompts  # noqa: PLC0415  # same
 
     hears = is_encoder_decoder(loaded.model)
     if messages is not None:
@@ -189,11 +196,11 @@ def _prompts(
 
     if prompts is None and loaded.model.main_input_name != "input_ids":
         raise ConfigError(
-            f"the encoder of {loaded.name} reads features, but the built-in prompts are text: give --prompts FILE with "
-            'lines such as {"encoder": "sound.npy"}'
+            f"the encoder of {loaded.name} reads features, but --prompt and the built-in prompts are text: give "
+            '--prompts FILE with lines such as {"encoder": "sound.npy"}'
         )
     if prompts is None:
-        return built_in_prompts(checked, defaults, read_encoder)
+        return plain_prompts(prompt or BUILT_IN, checked, defaults, read_encoder)
     vocab_size = loaded.vocab_size
     return read_prompts(
         prompts, checked, defaults, vocab_size=vocab_size, skip_bad_lines=skip_bad_lines, read_encoder=read_encoder
@@ -216,7 +223,8 @@ def _run(
     from hybridkv.runner.engine import Engine  # noqa: PLC0415  # same
 
     recorder = LogitRecorder() if check else None
-    engine = Engine(loaded, plan, options, observer=recorder, speculate=drafter, **behind)
+    with checking(loaded):
+        engine = Engine(loaded, plan, options, observer=recorder, speculate=drafter, **behind)
     rounds: list[list[Completion]] = []
     seconds: list[float] = []
     try:
@@ -235,7 +243,8 @@ def _run(
         encoders = [one for one, params in zip(heard, asked, strict=True) for _ in range(params.n)] * repeat
         images = [one.images for one in found.prompts for _ in range(one.sampling.n)] * repeat
         done = [one for each in rounds for one in each]
-        report = check_completions(loaded, done, sampling, recorder, encoders, images=images)
+        with progress_bar("checking", len(done), "requests", left=True) as advance:
+            report = check_completions(loaded, done, sampling, recorder, encoders, images=images, advance=advance)
     return _Run(loaded, plan, found, rounds, engine, report, seconds)
 
 
@@ -347,7 +356,7 @@ def _write_lines(path: Path, run: _Run) -> None:
     try:
         write_whole(path, "".join(lines).encode())
     except OSError as error:
-        raise ConfigError(f"--output {path} cannot be written: {error.strerror or error}") from error
+        raise ConfigError(f"--out {path} cannot be written: {error.strerror or error}") from error
 
 
 def _print_tables(run: _Run, *, whole: bool = False) -> None:

@@ -19,9 +19,10 @@ def models_command(
     text: Annotated[
         str, typer.Argument(help="List only the models with this text in their names.", metavar="TEXT")
     ] = "",
+    verbose: bool = output_option("Print the source of each model's facts, too.", "--verbose", "-v", default=False),
     as_json: bool = output_option("Print all facts as JSON.", "--json", default=False),
 ) -> None:
-    """List the models known by name, with their facts and sources."""
+    """List the models known by name, with their facts."""
     read = [(known, read_model(known.name)) for known in known_models() if text.lower() in known.name]
     if not read:
         known_model(text)  # raises an error that suggests similar names
@@ -43,7 +44,10 @@ def models_command(
         )
     out.print(listing)
     out.print("a token: cache bytes while its request runs; in windows: more bytes while a window covers it")
-    out.print("a state: bytes of one request; weights, active: parameters in billions\n")
+    out.print("a state: bytes of one request; weights, active: parameters in billions")
+    if not verbose:
+        return
+    out.print()
     for known, _ in read:
         out.print(f"{known.name}: {known.source}", soft_wrap=True)
         out.print(f"  {'read' if known.verified else 'read in part'} in {known.read_in}", soft_wrap=True)

@@ -12,6 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from hybridkv.cache import TenantStatistics
 from hybridkv.cli.outcome import printable
@@ -102,6 +103,19 @@ def show_tenants(tenants: Sequence[TenantStatistics]) -> None:
         rate = share(one.hit_tokens / one.prompt_tokens if one.prompt_tokens else 0.0)
         rows.add_row(printable(one.tenant), *counts, rate, format_bytes(one.kept_bytes))
     console().print(rows)
+
+
+@contextmanager
+def status(doing: str) -> Iterator[None]:
+    """Show ``doing`` on standard error while the block runs, if that is a terminal; nothing of it stays."""
+    with Console(stderr=True).status(Text(f"{printable(doing)} ...")):
+        yield
+
+
+def note(text: str) -> None:
+    """Print one line on standard error if that is a terminal."""
+    if (err := Console(stderr=True, highlight=False)).is_terminal:
+        err.print(Text(printable(text)), soft_wrap=True)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from hybridkv.cli.options import (
     output_option,
     page_option,
     request_option,
+    run_option,
     write_page,
 )
 from hybridkv.cli.outcome import printable
@@ -48,8 +49,11 @@ def plan_command(
     max_model_len: int | None = request_option(
         "Tokens of the longest request, prompt and output together.", show_default="the model's limit"
     ),
-    max_batched_tokens: int | None = request_option(
+    token_budget: int | None = run_option(
         "Limit of tokens in a step; layers with a window hold that many tokens more.",
+        "--token-budget",
+        "--max-batched-tokens",
+        metavar="N",
         show_default=format_count(BATCHED_TOKENS),
     ),
     prefill_checkpoints: int | None = cache_option(
@@ -65,7 +69,7 @@ def plan_command(
     page_file: Path | None = page_option(),
 ) -> None:
     """Plan the KV cache of a model: groups, pages, blocks, and the requests that fit."""
-    bounds = {"max_model_len": max_model_len, "max_batched_tokens": max_batched_tokens}
+    bounds = {"max_model_len": max_model_len, "max_batched_tokens": token_budget}
     of_layout = {"prefill_checkpoints": prefill_checkpoints, "kernel_block_size": kernel_block_size}
     page_file = checked_page(page_file)
     if compare:
@@ -82,8 +86,9 @@ def plan_command(
         _show_comparison(lambda layout: _make(config, options, bounds, layout))
         return
     limits = {**bounds, **of_layout}
+    own = {"max_model_len": max_model_len, "token_budget": token_budget, **of_layout}
     if plan_file is not None:
-        options.require_none_with_plan({"CONFIG": config, **{as_option(name): value for name, value in limits.items()}})
+        options.require_none_with_plan({"CONFIG": config, **{as_option(name): value for name, value in own.items()}})
         made = load_plan(plan_file)
     else:
         with warnings.catch_warnings():

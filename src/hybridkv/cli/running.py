@@ -228,8 +228,8 @@ class PlanOptions:
     block_size: int | None = block_size_option()
     dtype: CacheDtype | None = cache_option(
         f"Dtype of keys and values: {', '.join(CacheDtype)}.",
-        "--dtype",
         "--kv-dtype",
+        "--dtype",
         metavar="DTYPE",
         show_default="the model's",
     )
@@ -260,9 +260,13 @@ class PlanOptions:
         Raises:
             ConfigError: if such an option was given; it names all of them.
         """
-        shared = ["memory", "tp", "block_size", "dtype", "state_dtype", "mtp_layers", "layout", "windows_as_full"]
+        shared = ["memory", "tp", "block_size", "state_dtype", "mtp_layers", "layout", "windows_as_full"]
         shared[-1:-1] = ["placement"] if placed else []
-        repeated = {"--set": self.fields or None, "--kv-dtype-skip-layers": self.dtype_skip_layers or None}
+        repeated = {
+            "--kv-dtype": self.dtype,
+            "--set": self.fields or None,
+            "--kv-dtype-skip-layers": self.dtype_skip_layers or None,
+        }
         values = {**own, **{as_option(name): getattr(self, name) for name in shared}, **repeated}
         given = [name for name, value in values.items() if value is not None]
         if given:

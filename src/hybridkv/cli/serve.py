@@ -15,6 +15,8 @@ from hybridkv.cli.engine_options import (
     StepOptions,
     StoredOptions,
     TierOptions,
+    checking,
+    in_threads,
     speculate_option,
 )
 from hybridkv.cli.options import REMEMBERED, cache_option, explain_option, output_option, request_option, run_option
@@ -151,16 +153,17 @@ def serve_command(
             from hybridkv.kv_events import RequestPublisher  # noqa: PLC0415  # pyzmq is an extra
 
             published = ending.enter_context(RequestPublisher(requests))
-        engine = Engine(
-            loaded,
-            options=options,
-            memory=memory,
-            max_model_len=max_model_len,
-            **tiers.behind(),
-            stored=stored.stored(),
-            speculate=drafter,
-            requests=published,
-        )
+        with checking(loaded):
+            engine = Engine(
+                loaded,
+                options=options,
+                memory=memory,
+                max_model_len=max_model_len,
+                **tiers.behind(),
+                stored=stored.stored(),
+                speculate=drafter,
+                requests=published,
+            )
         events = None
         if kv_events is not None:
             from hybridkv.kv_events import KVEventPublisher  # noqa: PLC0415  # pyzmq is an extra
@@ -196,5 +199,5 @@ def _ready(engine: Engine, served: ServeOptions, at: str) -> str:
     plan = engine.plan
     return (
         f"serving {served.name or engine.loaded.name} at {at}: {format_bytes(plan.memory_bytes)} for "
-        f"{format_count(plan.max_model_len)} tokens a request, {engine.options.max_running} at once"
+        f"{format_count(plan.max_model_len)} tokens a request, {engine.options.max_running} at once, {in_threads()}"
     )

@@ -12,7 +12,7 @@ A difference is a near-tie if both of these hold; all others are errors of the c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -136,12 +136,13 @@ def check_completions(
     encoders: Sequence[torch.Tensor | None] | None = None,
     *,
     images: Sequence[Images | None] | None = None,
+    advance: Callable[[], None] = lambda: None,
 ) -> CheckReport:
     """Compare each completion with plain transformers. It costs one ``generate`` or one forward for each request.
 
     ``sampling`` holds the parameters that each request ran with; ``recorder`` has observed them. ``encoders`` holds
     each request's encoder input (EncoderFeed.values), ``images`` the processor's output for each request's pictures,
-    with its kinds of tokens. The model's own attention is in place meanwhile.
+    with its kinds of tokens. ``advance`` is called after each request. The model's own attention is in place meanwhile.
     """
     differences: list[Difference] = []
     ends: list[str] = []
@@ -152,6 +153,7 @@ def check_completions(
             given = {"encoder": encoder, "images": _tensors(pictures, loaded.model)}
             differences += _differences(loaded, completion, with_word_ids(params, loaded), recorder, given)
             ends += _wrong_end(loaded, completion, params)
+            advance()
     tokens = sum(len(one.token_ids) for one in completions)
     return CheckReport(len(completions), tokens, tuple(differences), tuple(ends))
 

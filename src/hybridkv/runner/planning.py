@@ -180,7 +180,7 @@ def plan_for(
     if model.max_model_len is not None and longest > model.max_model_len:
         raise ConfigError(
             f"a request of {longest} tokens, prompt and output together, exceeds the limit of {loaded.name}, "
-            f"{model.max_model_len}: shorten the prompt or lower --max-new-tokens"
+            f"{model.max_model_len}: shorten the prompt or lower --max-tokens"
         )
     limit = longest if max_model_len is None else max_model_len
 

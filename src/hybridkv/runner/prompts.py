@@ -100,9 +100,11 @@ class Prompts:
     first_bad: str | None = None
 
 
-def built_in_prompts(encode: Encode, defaults: SamplingParams, read_encoder: ReadEncoder | None = None) -> Prompts:
-    """Return BUILT_IN, all with the sampling ``defaults``. ``read_encoder`` makes them encoder inputs instead."""
-    return Prompts(tuple(_plain(text, encode, defaults, read_encoder) for text in BUILT_IN))
+def plain_prompts(
+    texts: Sequence[str], encode: Encode, defaults: SamplingParams, read_encoder: ReadEncoder | None = None
+) -> Prompts:
+    """Return ``texts``, all with the sampling ``defaults``. ``read_encoder`` makes them encoder inputs instead."""
+    return Prompts(tuple(_plain(text, encode, defaults, read_encoder) for text in texts))
 
 
 def read_prompts(

@@ -263,10 +263,18 @@ def compare(loaded: LoadedModel, plain: PlainResults, trial: Trial) -> Report:
 
 
 def _plain(loaded: LoadedModel, prompt: Sequence[int]) -> torch.Tensor:
-    """Return the logits after every token of ``prompt`` without pages, float32[tokens, vocabulary]."""
+    """Return the logits after every token of ``prompt`` without pages, float32[tokens, vocabulary].
+
+    Raises UnsupportedModelError if the forward fails or gives NaN: pages are not at fault then.
+    """
     ids = torch.tensor([list(prompt)], device=loaded.model.device)
     with plain_transformers(loaded.model):
         logits: torch.Tensor = loaded.model(input_ids=ids, use_cache=False).logits[0].float()
+    if logits.isnan().any():
+        raise UnsupportedModelError(
+            f"{type(loaded.model).__name__} computes NaN in plain transformers, without pages: its weights in "
+            f"{loaded.name} are damaged, or their dtype, {str(loaded.model.dtype).removeprefix('torch.')}, is too small"
+        )
     return logits
 
 

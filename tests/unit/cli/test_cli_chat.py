@@ -107,10 +107,10 @@ def test_chat_with_invalid_conversation_prints_one_line(line: Any, message: str,
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--messages", "a", "--prompts", "b"), "drop one of them"),
+        (("--messages", "a", "--prompts", "b"), "--prompts and --messages cannot be used together: give one of them"),
         (("--system", "a"), "give --messages FILE too"),
         (("--messages", "no/such/file"), "cannot read the prompts in no/such/file"),
-        (("--output", "no/such/folder/file"), "--output no/such/folder/file cannot be written"),
+        (("--output", "no/such/folder/file"), "--out no/such/folder/file cannot be written"),
         (("--temperature", "-1"), "temperature must be 0 (greedy) or more"),
         (("--top-p", "1.5"), "top_p must be above 0"),
         (("--stop", ""), "stop must be a list of strings that are not empty"),
@@ -249,9 +249,13 @@ def test_chat_restores_the_terminal(leaves: str) -> None:
         terminal.close()
 
 
-def test_chat_ends_with_its_terminal() -> None:
-    terminal = Terminal()
+def test_chat_on_a_terminal_says_that_it_loads_and_checks_the_model() -> None:
+    terminal = Terminal("--threads", "1")
     try:
+        terminal.until("loading tiny:llama ...")
+        terminal.until("loaded tiny:llama: ")
+        terminal.until("of weights, 1 thread\r\n")
+        terminal.until("checking tiny:llama on pages against plain transformers ...")
         terminal.until("> ")
         assert terminal.ends_by("\x04") == 0
     finally:

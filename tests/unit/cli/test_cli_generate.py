@@ -1,15 +1,20 @@
 """`hybridkv generate` as a user runs it: as a process where that matters, else through the same entry."""
 
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from transformers import LlamaForCausalLM
 
 from cli_support import document, error, run
+from hybridkv.cli.engine_options import ModelOptions
+from hybridkv.cli.outcome import printable_lines
+from hybridkv.errors import ConfigError
 from hybridkv.planner import plan_to_json
 from hybridkv.request import Request, SamplingParams
 from hybridkv.runner import Engine, load, plan_for
@@ -186,7 +191,7 @@ def test_generate_command_counts_bad_lines_on_demand(tmp_path: Path) -> None:
         (("--memory", "-1"), "not a size"),
         (("--block-size", "0"), "block_size must be at least 1"),
         (("--max-new-tokens", "0"), "max_tokens must be at least 1"),
-        (("--max-new-tokens", "9999"), "lower --max-new-tokens"),
+        (("--max-tokens", "9999"), "lower --max-tokens"),
         (("--max-running", "0"), "max_running must be at least 1"),
         (("--token-budget", "-3"), "token_budget must be at least 1"),
         (("--repeat", "0"), "--repeat must be at least 1"),
@@ -204,13 +209,13 @@ def test_generate_command_counts_bad_lines_on_demand(tmp_path: Path) -> None:
         (("--speculate", "ngram:²"), "--speculate must be ngram[:K] or draft:DIR[:K]"),
         (("--speculate", "ngram:--5"), "--speculate must be ngram[:K] or draft:DIR[:K]"),
         (("--speculate", "draft:no/such:3"), "'no/such' is neither a folder nor tiny:NAME"),
-        (("--model", "tiny:whisper"), "reads features, but the built-in prompts are text: give --prompts FILE"),
+        (("--model", "tiny:whisper"), "but --prompt and the built-in prompts are text: give --prompts FILE"),
         (("--speculate", "ngram:" + "9" * 5000), "ngram[:K] or draft:DIR[:K], got"),
         (("--memory", "130TiB", "--block-size", "65536"), "cannot allocate 130 TiB"),  # no process addresses so much
         (("--memory", "9" * 400), "not a size"),
         (("--max-running", str(10**9)), "'--max-running'"),
         (("--token-budget", str(2**63)), "'--token-budget'"),
-        (("--max-new-tokens", "9" * 400), "'--max-new-tokens'"),
+        (("--max-tokens", "9" * 400), "'--max-tokens'"),
         (("--repeat", str(10**30)), "'--repeat'"),
         (("--prompts", "/"), "cannot read the prompts"),
         (("--eviction", "lruu"), "did you mean lru?"),
@@ -385,6 +390,52 @@ def test_generate_command_reads_features_from_files(tmp_path: Path) -> None:
         ('{"prompt": "no sound"}', "encoder is missing"),
     ):
         assert message in error("generate", "--model", "tiny:whisper", "--prompts", prompts(tmp_path, line))
+
+
+def test_generate_command_continues_texts_in_full() -> None:
+    texts = ("--prompt", "once", "--prompt", "upon a [bold]time")
+    found = document(*MODEL, *texts, "--max-tokens", "60")["requests"]
+    assert [one["prompt_tokens"] for one in found] == [4, 17]
+    assert found == document(*MODEL, *texts, "--max-new-tokens", "60")["requests"]
+    shown = run(*MODEL, *texts, "--max-tokens", "60").stdout
+    assert all(printable_lines(one["text"]) in shown for one in found)
+
+
+def test_generate_command_shows_the_progress_of_its_check() -> None:
+    done = run(*MODEL, "--prompt", "once", "--prompt", "upon", "--max-tokens", "4", "--check")
+    assert re.search("checking .* 2/2 requests", done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("threads", "environment", "expected"), [(("--threads", "3"), "2", 3), ((), "2", 2), ((), None, 1)]
+)
+def test_generate_command_sets_threads(
+    threads: tuple[str, ...], environment: str | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = torch.get_num_threads()
+    if environment is None:
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    else:
+        monkeypatch.setenv("OMP_NUM_THREADS", environment)
+        torch.set_num_threads(int(environment))  # as torch does when it is imported
+    try:
+        ModelOptions("tiny:llama", threads=int(threads[1]) if threads else None).load()
+        assert torch.get_num_threads() == expected
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_commands_make_threads_wait_without_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[str | None]()
+
+    def load(_: ModelOptions) -> None:
+        seen.append(os.environ.get("OMP_WAIT_POLICY"))
+        raise ConfigError("enough")
+
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.setattr(ModelOptions, "load", load)
+    error(*MODEL)
+    assert seen == ["PASSIVE"]
 
 
 def test_generate_command_with_deeply_nested_line_is_rejected(tmp_path: Path) -> None:

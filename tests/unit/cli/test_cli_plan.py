@@ -146,7 +146,7 @@ def test_plan_command_shows_tokens_in_flight_and_placement() -> None:
     assert "--prefill-checkpoints" in error(
         "plan", "llama-3-8b", *options[:2], "--compare", "--prefill-checkpoints", "1"
     )
-    assert "drop --max-batched-tokens" in error("plan", "--plan", "p.json", "--max-batched-tokens", "1")
+    assert "drop --token-budget" in error("plan", "--plan", "p.json", "--token-budget", "1")
 
 
 def test_plan_command_with_windows_as_full_shows_them() -> None:
@@ -226,10 +226,12 @@ def test_plan_command_of_unsupported_model_names_its_layers(tmp_path: Path) -> N
 
 def test_models_command_lists_facts_and_sources() -> None:
     text = run("models").stdout
-    for said in ("llama-3-8b", "llama-3-70b", "qwen2.5-7b", "deepseek-v3", " 320 KiB ", "68.62 KiB", "  read in "):
+    for said in ("llama-3-8b", "llama-3-70b", "qwen2.5-7b", "deepseek-v3", " 320 KiB ", "68.62 KiB"):
         assert said in text
+    assert "https://" not in text
     assert max(len(line) for line in text.splitlines() if "iB" in line) <= 80
-    some = run("models", "GPT-OSS").stdout
+    some = run("models", "GPT-OSS", "-v").stdout
+    assert "  read in " in some
     assert "gpt-oss-20b: https://huggingface.co/openai/gpt-oss-20b/blob/main/config.json" in some
     assert "llama" not in some
     assert "did you mean qwen3-8b" in error("models", "qwen3-8c")
