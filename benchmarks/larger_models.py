@@ -1,13 +1,18 @@
-"""Models of about 100M parameters with random weights: a step of a tiny one is mostly dispatch."""
+"""Models of about 100M parameters with random weights: a step of a tiny one is mostly dispatch.
+
+python larger_models.py FOLDER    saves the llama with a tokenizer of bytes, for `hybridkv serve` and `hybridkv bench`
+"""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridkv.runner import LoadedModel, wrap
+from hybridkv.runner.tiny import byte_tokenizer
 
 
 def llama_100m() -> LoadedModel:
@@ -45,3 +50,8 @@ def _made(kind: str, **fields: Any) -> LoadedModel:  # noqa: ANN401  # fields of
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     return wrap(model, name=f"{kind} of 100M")
+
+
+if __name__ == "__main__":
+    llama_100m().model.save_pretrained(sys.argv[1])
+    byte_tokenizer().save_pretrained(sys.argv[1])

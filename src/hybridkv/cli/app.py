@@ -12,7 +12,21 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from hybridkv.cli import calibrate, chat, doctor, explain, generate, models, plan, replay, serve, sweep, top, trace
+from hybridkv.cli import (
+    bench,
+    calibrate,
+    chat,
+    doctor,
+    explain,
+    generate,
+    models,
+    plan,
+    replay,
+    serve,
+    sweep,
+    top,
+    trace,
+)
 from hybridkv.cli.options import gathered
 
 app = typer.Typer(
@@ -25,6 +39,7 @@ app = typer.Typer(
 _traces = typer.Typer(
     help="Describe a trace, convert it to the token-exact format, or record KV events as a trace.", no_args_is_help=True
 )
+_loads = typer.Typer(help="Send a load to a server or an engine, and measure it.", no_args_is_help=True)
 _DEMO: Final = (
     ("plan", "llama-3-8b", "--memory", "40GiB"),
     ("replay", "workload:chat", "--hours", "0.05", "--model", "llama-3-8b", "--memory", "40GiB"),
@@ -72,6 +87,9 @@ app.command("plan")(gathered(plan.plan_command, first=["memory", "max_model_len"
 app.command("generate")(gathered(generate.generate_command))
 app.command("chat", epilog=chat.HELP)(gathered(chat.chat_command))
 app.command("serve")(gathered(serve.serve_command))
+app.add_typer(_loads, name="bench")
+_loads.command("serve")(gathered(bench.serve_load_command))
+_loads.command("engine")(gathered(bench.engine_load_command))
 app.command("top")(gathered(top.top_command))
 app.command("replay")(gathered(replay.replay_command))
 app.command("explain")(gathered(explain.explain_command))

@@ -30,6 +30,7 @@ _EXTRAS: Final = {
     "transformers": ("running a model", "torch and transformers", "cli,runner"),
     "safetensors": ("running a model", "safetensors", "cli,runner"),
     "tokenizers": ("running a model", "tokenizers", "cli,runner"),
+    "httpx2": ("sending a load", "httpx2", "cli,bench"),
     "zmq": ("publishing events", "pyzmq", "cli,runner,serve,events"),
     "fastapi": ("serving a model", "fastapi", "cli,runner,serve"),
     "starlette": ("serving a model", "fastapi", "cli,runner,serve"),
