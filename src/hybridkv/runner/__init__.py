@@ -13,6 +13,7 @@ from hybridkv.runner.load import LoadedModel, load, wrap
 from hybridkv.runner.lockstep import follow, lead
 from hybridkv.runner.options import EngineOptions
 from hybridkv.runner.planning import plan_for, plan_within
+from hybridkv.runner.pooling import Embedder, Pooling
 from hybridkv.runner.probe import Stored
 from hybridkv.runner.runner import ModelRunner, Observer
 from hybridkv.runner.sampling.draws import TokenLogprob
@@ -26,6 +27,7 @@ __all__ = [
     "TINY_MODELS",
     "AsyncEngine",
     "Completion",
+    "Embedder",
     "Engine",
     "EngineOptions",
     "HandedOver",
@@ -34,6 +36,7 @@ __all__ = [
     "ModelRunner",
     "ModelShare",
     "Observer",
+    "Pooling",
     "Session",
     "Stored",
     "Stream",

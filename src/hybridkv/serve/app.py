@@ -28,8 +28,8 @@ from hybridkv.arguments import instance
 from hybridkv.runner.async_engine import EventSink
 from hybridkv.runner.engine import Engine
 from hybridkv.runner.inputs import encode
-from hybridkv.serve import forms
-from hybridkv.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, ResponseBody, TokenizeBody
+from hybridkv.serve import embeddings, forms
+from hybridkv.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, ResponseBody, TokenizeBody
 from hybridkv.serve.errors import ApiError, ErrorBody, answer_errors
 from hybridkv.serve.front import Front, Piece, ServeOptions, TokenTexts
 from hybridkv.serve.gates import BYTES_PER_SECOND, MOST_VALUES, BodyGate, HeadGate, Pace, check_key, check_origin
@@ -144,6 +144,12 @@ def _add_generation(app: FastAPI, front: Front) -> None:
         """Continue prompts."""
         asked = await forms.ask_completion(front, body, request)
         return Answer(front, request, asked, forms.CompletionForm(front, body, asked), stream=bool(body.stream))
+
+    @app.post("/v1/embeddings", response_model=embeddings.EmbeddingsAnswer)
+    async def embed(body: EmbeddingBody, request: Request) -> Response:
+        """Embed prompts."""
+        asked, form = await embeddings.ask_embeddings(front, body, request)
+        return Answer(front, request, asked, form, stream=False)
 
     @app.post("/v1/chat/completions", response_model=forms.ChatAnswer, responses=_STREAM)
     async def chat(body: ChatBody, request: Request) -> Response:

@@ -36,6 +36,7 @@ _OF_ROUTERS: Final = {"no_stop_trim": (False,), "return_hidden_states": (False,)
 """Neutral values that vllm-router adds to every body that it sends on."""
 
 Ids = Annotated[list[int], _FIRST]
+Prompts = str | Ids | Annotated[list[str], _FIRST] | Annotated[list[Ids], _FIRST]
 
 
 def _few_biases(given: Any) -> Any:  # noqa: ANN401  # whatever JSON says
@@ -247,19 +248,45 @@ class CompletionBody(ChoicesBody):
         **_OF_ROUTERS,
     }
 
-    prompt: str | Ids | Annotated[list[str], _FIRST] | Annotated[list[Ids], _FIRST]
+    prompt: Prompts
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
 
     @property
     def prompts(self) -> list[str | Ids]:
         """The prompts as a list. ConfigError if there are none."""
-        given = self.prompt
-        if not given:
-            raise ConfigError("prompt is empty: give it at least one token")
-        if isinstance(given, str):
-            return [given]
-        return [given] if isinstance(given[0], int) else cast("list[str | Ids]", given)
+        return _as_list("prompt", self.prompt)
+
+
+class EmbeddingBody(Body):
+    """The body of /v1/embeddings.
+
+    Attributes:
+        input: a text, token ids, or a list of either.
+        dimensions: first elements of each vector to return.
+    """
+
+    says_nothing = {"user": (), "truncate_prompt_tokens": (), "add_special_tokens": (True,), "normalize": ()}
+
+    model: str | None = None
+    input: Prompts
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
+    cache_salt: Text | None = None
+
+    @property
+    def prompts(self) -> list[str | Ids]:
+        """The inputs as a list. ConfigError if there are none."""
+        return _as_list("input", self.input)
+
+
+def _as_list(name: str, given: Prompts) -> list[str | Ids]:
+    """Return a text, token ids, or a list of either as a list. Raises ConfigError if it is empty."""
+    if not given:
+        raise ConfigError(f"{name} is empty: give it at least one token")
+    if isinstance(given, str):
+        return [given]
+    return [given] if isinstance(given[0], int) else cast("list[str | Ids]", given)
 
 
 class TextPart(Body):

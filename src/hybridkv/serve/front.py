@@ -33,7 +33,8 @@ from hybridkv.runner.chat import chat_ids
 from hybridkv.runner.engine import Engine
 from hybridkv.runner.inputs import encode
 from hybridkv.runner.load import LoadedModel
-from hybridkv.serve.bodies import ChatMessage, SamplingBody, TemplateBody
+from hybridkv.runner.pooling import Embedder
+from hybridkv.serve.bodies import ChatMessage, EmbeddingBody, SamplingBody, TemplateBody
 from hybridkv.serve.errors import ApiError, ClientGoneError, leaves
 from hybridkv.serve.gates import ApiKeys, host_name, origin, tenant_of
 from hybridkv.serve.metrics import PREFIX, Live, RequestMetrics, metrics_prefix
@@ -133,6 +134,7 @@ class Front:
         self.tracer = tracer
         self.created = int(time.time())
         self.draining = False
+        self._embedder: Embedder | None = None
         self._closing = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -142,6 +144,8 @@ class Front:
 
     async def __aexit__(self, *_: object) -> None:
         await self._closing.aclose()
+        if self._embedder is not None:
+            self._embedder.close()
 
     def require_model(self, asked: str | None) -> None:
         """Raise ApiError 404 for a model that is not served."""
@@ -150,7 +154,22 @@ class Front:
                 404, f"model {asked!r} is not served here: ask for {self.name!r}", param="model", code="model_not_found"
             )
 
-    def salt(self, request: Request, body: SamplingBody) -> str | None:
+    async def embedder(self) -> Embedder:
+        """Return what pools hidden states; the first call makes it, between two steps.
+
+        Raises ConfigError for an engine or a model without embeddings.
+        """
+
+        def made(engine: Engine) -> Embedder:
+            if self._embedder is None:
+                self._embedder = Embedder(engine)
+            return self._embedder
+
+        if (found := self._embedder) is None:
+            found = await self.engine.between_steps(made)
+        return found
+
+    def salt(self, request: Request, body: SamplingBody | EmbeddingBody) -> str | None:
         """Return the cache salt for ``body``, sent by ``request``.
 
         Raises ApiError 404 for a model that is not served, 403 for the salt of another tenant.

@@ -39,6 +39,7 @@ from hybridkv.serve.metrics import Watch
 CLIENT_LEFT: Final = "client_left"
 """The error type of a span with a disconnected client."""
 _SERVICE: Final = "hybridkv"
+_OPERATIONS: Final = {"/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}
 _SAMPLED: Final = ("max_tokens", "temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "seed")
 """The sampling settings that a span records."""
 _STREAM_HEADERS: Final = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store"))
@@ -121,7 +122,7 @@ class RequestSpan:
         self._asked, self._begun = asked, time.monotonic()
         self._outputs = self._cached = 0
         self._finished: dict[int, str] = {}
-        operation = "text_completion" if request.url.path == "/v1/completions" else "chat"
+        operation = _OPERATIONS.get(request.url.path, "chat")
         attributes: dict[str, str | int | float | None] = {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": _SERVICE,
