@@ -22,6 +22,7 @@ from hybridkv.runner import (
     LoadedModel,
     ModelRunner,
     ModelShare,
+    Ranks,
     Stored,
     byte_tokenizer,
     drafters,
@@ -266,6 +267,15 @@ def test_engine_and_channels_of_ranks() -> None:
 # -- asyncio
 
 
+def test_wrong_type_for_ranks_is_rejected() -> None:
+    def ended(**given: Any) -> None:  # noqa: ANN401  # of any type
+        Ranks(**given).close()
+
+    assert unnamed(ended, {"source": "tiny:llama", "ranks": 2, "device": "cpu"}) == []
+    with pytest.raises(ConfigError, match="trust_remote_code must be"):
+        Ranks("tiny:llama", 2, trust_remote_code="yes")  # type: ignore[arg-type]  # what is refused
+
+
 def test_bad_request_fails_its_own_caller_only() -> None:
     """One that is good runs beside all bad ones of each argument."""
     found: list[str] = []
@@ -316,7 +326,7 @@ def test_bad_request_fails_its_own_caller_only() -> None:
 def test_wrong_type_tests_cover_every_runner_name() -> None:
     functions = {"load", "tiny_model", "wrap", "encode", "plan_for", "plan_within", "join_sessions", "follow", "lead"}
     engines = {Engine, AsyncEngine, ModelRunner, EngineOptions, LoadedModel, Stored}
-    classes = engines | {ModelShare, AdaptiveDrafter, DraftModel, NgramDrafter}
+    classes = engines | {ModelShare, Ranks, AdaptiveDrafter, DraftModel, NgramDrafter}
     covered = functions | {one.__name__ for one in classes}
     handed_out = {
         "Session",

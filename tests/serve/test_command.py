@@ -193,6 +193,16 @@ def test_serve_command_of_readme_cuts_requests_after_the_grace() -> None:
         assert ended(process)[:2] == (1, "stopped: 1 answers took longer than the 0.3 s of --grace and were cut off\n")
 
 
+def test_serve_command_with_two_ranks_answers_as_with_one(alone: Engine) -> None:
+    asked = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    (expected,) = alone.generate([PROMPT], SamplingParams(max_tokens=8, ignore_eos=True))
+    with command("--tensor-parallel-size", "2") as (process, _, url):
+        said = [httpx2.post(f"{url}{PATH}", json=asked, timeout=WAIT).json() for _ in range(2)]
+        assert [one["choices"][0]["text"] for one in said] == [expected.text] * 2
+        process.send_signal(signal.SIGTERM)
+        assert ended(process) == (0, "drained: all requests were answered\n", "")
+
+
 @pytest.mark.thorough
 def test_serve_command_second_signal_ends_at_once() -> None:
     with command() as (process, _, url):

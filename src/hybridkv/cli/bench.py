@@ -243,7 +243,7 @@ def engine_load_command(
 
     requests = load.requests(partial(encode, loaded))
     drafter = drafts.drafter(options, trust_remote_code=model.trust_remote_code) if drafts else None
-    with checking(loaded):
+    with checking(loaded.name):
         engine = Engine(
             loaded,
             options=options,

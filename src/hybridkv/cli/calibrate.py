@@ -61,7 +61,7 @@ def calibrate_command(
 
     options = EngineOptions(attention=attention)
     longest = _longest(loaded, scale)
-    with checking(loaded):
+    with checking(loaded.name):
         opened = Engine(loaded, options=options, memory=memory, max_model_len=longest)
     with opened as engine:
         weights = _weights(loaded)

@@ -70,7 +70,7 @@ def chat_command(
     from hybridkv.runner.engine import Engine  # noqa: PLC0415  # same
 
     require_chat(loaded)
-    with checking(loaded):
+    with checking(loaded.name):
         opened = Engine(loaded, memory=memory, stored=stored.stored(), **tiers.behind())
     with opened as engine, _interruptible():
         talk = _Talk(system) if resume is None else _resumed(engine, resume)

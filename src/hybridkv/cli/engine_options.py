@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from hybridkv.runner.load import LoadedModel
     from hybridkv.runner.options import EngineOptions
     from hybridkv.runner.probe import Stored
+    from hybridkv.runner.tensor_parallel import Ranks
     from hybridkv.stores import StoreChoice
 
 _DRAFTS: Final = 4
@@ -83,23 +84,47 @@ class ModelOptions:
         """
         with status(f"loading {self.model}"):
             import torch  # noqa: PLC0415  # takes seconds
-            from transformers.utils import logging as chatter  # noqa: PLC0415  # same
 
-            from hybridkv.runner.load import TINY, load  # noqa: PLC0415  # same
+            from hybridkv.runner.load import load  # noqa: PLC0415  # same
             from hybridkv.runner.threads import suitable_threads  # noqa: PLC0415  # same
 
-            chatter.set_verbosity_error()
-            chatter.disable_progress_bar()
-            warnings.filterwarnings("ignore", module=r"transformers\..*")
             cores = torch.get_num_threads()
-            if self.model.startswith(TINY):
-                torch.set_num_threads(1)  # a tiny model is made before several threads could start
+            self._prepare()
             loaded = load(self.model, trust_remote_code=self.trust_remote_code)
             weights = sum(one.nbytes for one in loaded.model.parameters())
             suitable = cores if "OMP_NUM_THREADS" in os.environ else suitable_threads(weights, cores)
             torch.set_num_threads(self.threads or suitable)
         note(f"loaded {loaded.name}: {format_bytes(weights)} of weights, {in_threads()}")
         return loaded
+
+    def ranks(self, number: int) -> Ranks:
+        """Load the model cut over ranks, as quietly.
+
+        Args:
+            number: how many ranks; at least 2.
+
+        Raises:
+            ConfigError: as ``hybridkv.runner.Ranks``, like the next two.
+            UnsupportedModelError: as there.
+            WorkerError: as there.
+        """
+        with status(f"loading {self.model} in {number} processes"):
+            from hybridkv.runner.tensor_parallel import Ranks  # noqa: PLC0415  # takes seconds
+
+            self._prepare()
+            return Ranks(self.model, number, trust_remote_code=self.trust_remote_code, threads=self.threads)
+
+    def _prepare(self) -> None:
+        import torch  # noqa: PLC0415  # takes seconds
+        from transformers.utils import logging as chatter  # noqa: PLC0415  # same
+
+        from hybridkv.runner.load import TINY  # noqa: PLC0415  # same
+
+        chatter.set_verbosity_error()
+        chatter.disable_progress_bar()
+        warnings.filterwarnings("ignore", module=r"transformers\..*")
+        if self.model.startswith(TINY):
+            torch.set_num_threads(1)  # a tiny model is made before several threads could start
 
 
 def in_threads() -> str:
@@ -110,9 +135,9 @@ def in_threads() -> str:
     return f"{count} thread" if count == 1 else f"{count} threads"
 
 
-def checking(loaded: LoadedModel) -> AbstractContextManager[None]:
+def checking(name: str) -> AbstractContextManager[None]:
     """Return a context in which an engine is made: a terminal shows that the model is compared with itself."""
-    return status(f"checking {loaded.name} on pages against plain transformers")
+    return status(f"checking {name} on pages against plain transformers")
 
 
 @dataclass(frozen=True, slots=True)

@@ -223,7 +223,7 @@ def _run(
     from hybridkv.runner.engine import Engine  # noqa: PLC0415  # same
 
     recorder = LogitRecorder() if check else None
-    with checking(loaded):
+    with checking(loaded.name):
         engine = Engine(loaded, plan, options, observer=recorder, speculate=drafter, **behind)
     rounds: list[list[Completion]] = []
     seconds: list[float] = []

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from contextlib import ExitStack
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -47,6 +49,13 @@ def serve_command(
         max=MOST_COUNT,
         metavar="N",
         show_default="the model's limit, or less if memory is short",
+    ),
+    tensor_parallel_size: int = run_option(
+        "Processes that share the model's weights and cache; above 1, transformers' plan cuts the model.",
+        min=1,
+        max=64,
+        metavar="N",
+        default=1,
     ),
     host: str = run_option("Address or name to listen on.", default="127.0.0.1"),
     port: int = run_option("Port to listen on; 0 takes any free port.", min=0, max=_MOST_PORT, default=8000),
@@ -116,8 +125,7 @@ def serve_command(
 ) -> int:
     """Serve a model over HTTP with the OpenAI API. SIGTERM or Ctrl-C finishes running answers; a second one exits."""
     drafts = Speculate.parse(speculate)
-    from hybridkv.runner.engine import Engine  # noqa: PLC0415  # takes seconds
-    from hybridkv.serve import (  # noqa: PLC0415  # same
+    from hybridkv.serve import (  # noqa: PLC0415  # takes seconds
         ApiKeys,
         ConnectionLimits,
         ServeOptions,
@@ -143,7 +151,6 @@ def serve_command(
     if kv_events_medium and Medium.CPU in kv_events_medium and tiers.host_memory is None:
         raise ConfigError("--kv-events-medium CPU publishes nothing without --host-memory: give --host-memory SIZE too")
     listening = listen(host, port)  # a port that is in use should be reported before a model is loaded
-    loaded = model.load()
     drafter = drafts.drafter(options, trust_remote_code=model.trust_remote_code) if drafts else None
     shown_host, shown_port = listening.getsockname()[:2]
     at = f"http://[{shown_host}]:{shown_port}" if ":" in shown_host else f"http://{shown_host}:{shown_port}"
@@ -153,9 +160,9 @@ def serve_command(
             from hybridkv.kv_events import RequestPublisher  # noqa: PLC0415  # pyzmq is an extra
 
             published = ending.enter_context(RequestPublisher(requests))
-        with checking(loaded):
-            engine = Engine(
-                loaded,
+        make = _maker(model, tensor_parallel_size, ending)
+        with checking(model.model):
+            engine = make(
                 options=options,
                 memory=memory,
                 max_model_len=max_model_len,
@@ -192,6 +199,13 @@ def serve_command(
         return 1
     print("drained: all requests were answered", flush=True)
     return 0
+
+
+def _maker(model: ModelOptions, ranks: int, ending: ExitStack) -> Callable[..., Engine]:
+    """Load the model; return what makes its engine. Processes of other ranks end with ``ending``."""
+    from hybridkv.runner.engine import Engine  # noqa: PLC0415  # takes seconds
+
+    return partial(Engine, model.load()) if ranks == 1 else ending.enter_context(model.ranks(ranks)).engine
 
 
 def _ready(engine: Engine, served: ServeOptions, at: str) -> str:

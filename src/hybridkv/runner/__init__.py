@@ -19,6 +19,7 @@ from hybridkv.runner.runner import ModelRunner, Observer
 from hybridkv.runner.sampling.draws import TokenLogprob
 from hybridkv.runner.sessions import Session
 from hybridkv.runner.shares import ModelShare, join_sessions
+from hybridkv.runner.tensor_parallel import Ranks
 from hybridkv.runner.tiny import TINY_COMPRESSED, TINY_ENCODER_DECODERS, TINY_MODELS, byte_tokenizer, tiny_model
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "ModelShare",
     "Observer",
     "Pooling",
+    "Ranks",
     "Session",
     "Stored",
     "Stream",

@@ -1,0 +1,101 @@
+"""Models that transformers' plan cuts over processes generate the tokens of the whole model, and miss no failure."""
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from runner_support import generated, greedy, loaded_model, shared_prompts
+
+from hybridkv.errors import ConfigError, UnsupportedModelError, WorkerError
+from hybridkv.runner import EngineOptions
+from hybridkv.runner.drafters import NgramDrafter
+from hybridkv.runner.tensor_parallel import Ranks
+
+TOKENS = 8
+PROMPTS = [*shared_prompts(3, 6, prefix=40, longest=20), [7, 8, 9] * 12]
+SIZES = {"memory": "8MiB", "max_model_len": 128}
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen3_next", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("gemma3", "gpt_oss"))]
+)
+def test_ranks_generate_the_tokens_of_the_whole_model(name: str) -> None:
+    """Attention is cut, recurrent layers are whole on each rank; prefixes are found, on the host too; drafts run."""
+    whole = loaded_model(name)
+    expected = [list(generated(whole, prompt, TOKENS)) for prompt in PROMPTS]
+    before = torch.get_num_threads()
+    with Ranks(f"tiny:{name}", 2) as ranks:
+        mine = sum(one.to_local().numel() if hasattr(one, "to_local") else one.numel() for one in _weights(ranks))
+        assert mine < sum(one.numel() for one in whole.model.parameters())
+        with ranks.engine(**SIZES, host_memory="4MiB", speculate=NgramDrafter(3)) as engine:
+            for again in range(2):
+                done = engine.generate(PROMPTS, greedy(TOKENS))
+                assert [list(one.token_ids) for one in done] == expected
+                hits = [one.hit_tokens for one in done]
+                assert not again or hits == [len(prompt) - 1 for prompt in PROMPTS]
+    assert torch.get_num_threads() == before
+
+
+def _weights(ranks: Ranks) -> list[torch.Tensor]:
+    return list(ranks.loaded.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "why"),
+    [
+        ("llama", 3, "num_attention_heads 4, which 3 ranks cannot divide"),
+        ("mamba", 2, "no tensor parallel plan for MambaForCausalLM"),
+    ],
+)
+def test_models_that_cannot_be_cut_are_rejected_by_name(name: str, number: int, why: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=re.escape(why)):
+        Ranks(f"tiny:{name}", number)
+    assert not torch.distributed.is_initialized()
+
+
+def test_wrong_arguments_are_rejected_before_a_process_starts() -> None:
+    with pytest.raises(ConfigError, match="ranks must be"):
+        Ranks("tiny:llama", 1)
+    with pytest.raises(ConfigError, match="device must be cpu or cuda, got 'tpu'"):
+        Ranks("tiny:llama", 2, device="tpu")
+
+
+def test_killed_rank_is_an_error_and_nothing_stays() -> None:
+    options = EngineOptions(self_check=False)
+    with Ranks("tiny:llama", 2) as ranks, ranks.engine(**SIZES, options=options) as engine:
+        engine.generate(PROMPTS[:1], greedy(2))
+        (child,) = ranks._children
+        os.kill(child.pid, signal.SIGKILL)
+        with pytest.raises((WorkerError, RuntimeError)):
+            engine.generate(PROMPTS[1:], greedy(2))
+    assert child.returncode == -signal.SIGKILL
+    assert not torch.distributed.is_initialized()
+
+
+def test_ranks_end_with_their_leader(tmp_path: Path) -> None:
+    """A leader that is killed leaves no process behind."""
+    script = tmp_path / "leads.py"
+    script.write_text(
+        "import time\n"
+        "from hybridkv.runner import EngineOptions\n"
+        "from hybridkv.runner.tensor_parallel import Ranks\n"
+        "ranks = Ranks('tiny:llama', 2)\n"
+        "engine = ranks.engine(memory='8MiB', max_model_len=64, options=EngineOptions(self_check=False))\n"
+        "print(ranks._children[0].pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as leader:  # noqa: S603 - our own
+        assert leader.stdout is not None
+        child = int(leader.stdout.readline())
+        ended = os.pidfd_open(child)
+        leader.kill()
+    try:
+        assert select.select([ended], [], [], 60)[0], "the rank still runs"
+    finally:
+        os.close(ended)
