@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hybridkv.planner import plan as plan
     from hybridkv.request import Request as Request
     from hybridkv.request import SamplingParams as SamplingParams
+    from hybridkv.request import StructuredOutput as StructuredOutput
     from hybridkv.runner import AsyncEngine as AsyncEngine
     from hybridkv.runner import Engine as Engine
     from hybridkv.runner import EngineOptions as EngineOptions
@@ -48,7 +49,7 @@ _HOMES: Final = {
     "errors": ("HybridKVError",),
     "models": ("read_model",),
     "planner": ("KVCacheConfig", "Plan", "plan"),
-    "request": ("Request", "SamplingParams"),
+    "request": ("Request", "SamplingParams", "StructuredOutput"),
     "runner": ("AsyncEngine", "Engine", "EngineOptions", "ModelRunner", "load"),
     "schedule": ("Scheduler", "SchedulerLimits"),
     "simulator": ("ReplaySettings", "TraceFile", "Workload", "replay"),

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from hybridkv.request import SamplingParams
 
-SCHEMA_VERSION: Final = 4
+SCHEMA_VERSION: Final = 5
 
 Float32 = NDArray[np.float32]
 Int32 = NDArray[np.int32]

@@ -10,6 +10,7 @@ from hybridkv.request.sampling import (
     output_ids,
     takes_prompt,
 )
+from hybridkv.request.structured import StructuredKind, StructuredOutput
 from hybridkv.request.tokens import MAX_TOKEN_ID, Hasher, Lender, Lent, checked_hasher, checked_marks, token_array
 
 __all__ = [
@@ -24,6 +25,8 @@ __all__ = [
     "LogitsProcessor",
     "Request",
     "SamplingParams",
+    "StructuredKind",
+    "StructuredOutput",
     "branch_id",
     "checked_hasher",
     "checked_marks",

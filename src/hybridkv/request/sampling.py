@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from hybridkv.arguments import Check, check_fields, flag, integer, or_none, real, text
 from hybridkv.errors import ConfigError
+from hybridkv.request.structured import StructuredOutput, checked_structured
 from hybridkv.request.tokens import MAX_TOKEN_ID, check_ids, is_integer, is_number
 from hybridkv.units import shown
 
@@ -33,9 +34,9 @@ Word = str | tuple[int, ...]
 class SamplingParams:
     """How tokens are sampled and when to stop. Names and meanings as in vLLM and transformers.
 
-    Logits are changed in this order: bad_words, min_tokens, logit_bias, logits_processors, repetition, frequency and
-    presence penalty, temperature, top_k, top_p, min_p. Values of another type or outside their range raise ConfigError;
-    numpy numbers are accepted as Python numbers.
+    Logits are changed in this order: structured, bad_words, min_tokens, logit_bias, logits_processors, repetition,
+    frequency and presence penalty, temperature, top_k, top_p, min_p. Values of another type or outside their range
+    raise ConfigError; numpy numbers are accepted as Python numbers.
 
     Attributes:
         temperature: 0 is greedy; else at least 1e-200.
@@ -63,6 +64,7 @@ class SamplingParams:
         logits_processors: Functions of (output ids, logits), or of (prompt ids, output ids, logits), that return new
             logits. They may be called for proposed tokens that are then rejected, and again for the same ones, so the
             result must depend on the arguments only. They stay in this process.
+        structured: The form of the output; ``None`` for any. Once nothing can follow, the output ends.
     """
 
     temperature: float = 0.0
@@ -84,6 +86,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
     bad_words: tuple[Word, ...] = ()
     logits_processors: tuple[LogitsProcessor, ...] = ()
+    structured: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
         for name, (kind, least, most, rule) in _NUMBERS.items():
@@ -100,6 +103,8 @@ class SamplingParams:
                 f"temperature must be 0 (greedy), or {_LEAST_TEMPERATURE} or more, got {self.temperature}"
             )
         check_fields(self, flag, "ignore_eos")
+        if self.structured is not None:
+            check_fields(self, checked_structured, "structured")
         for name, check in _LISTS.items():
             if (given := getattr(self, name)) is None and name in _MAY_BE_NONE:
                 object.__setattr__(self, name, ())

@@ -30,7 +30,7 @@ from msgspec.structs import asdict, astuple
 from numpy.typing import NDArray
 
 from hybridkv.errors import ConfigError, SchemaError, WireError
-from hybridkv.request import SamplingParams
+from hybridkv.request import SamplingParams, StructuredKind, StructuredOutput
 from hybridkv.step import (
     SCHEMA_VERSION,
     Cells,
@@ -237,6 +237,15 @@ class EncoderMessage(_Part):
         return EncoderRead(digest, self.num_tokens, self.encodes)
 
 
+class StructuredMessage(_Part):
+    """A structured output."""
+
+    made: ClassVar = StructuredOutput
+
+    kind: StructuredKind
+    text: str
+
+
 class SamplingMessage(_Part):
     """Sampling parameters. SamplingParams checks the values."""
 
@@ -259,6 +268,7 @@ class SamplingMessage(_Part):
     logit_bias: Annotated[tuple[tuple[Int32, float], ...], Listed]
     bad_words: Annotated[tuple[TokenIds, ...], Listed]
     logits_processors: tuple[()]
+    structured: StructuredMessage | None
 
     def __post_init__(self) -> None:
         if seed_bytes(int.from_bytes(self.seed, "little", signed=True)) != self.seed:
@@ -268,7 +278,8 @@ class SamplingMessage(_Part):
 
     def value(self) -> SamplingParams:
         """Return the value. Raises ConfigError for values that SamplingParams refuses."""
-        return SamplingParams(**asdict(self) | {"seed": int.from_bytes(self.seed, "little", signed=True)})
+        seed = int.from_bytes(self.seed, "little", signed=True)
+        return SamplingParams(**asdict(self) | {"seed": seed, "structured": _value(self.structured)})
 
 
 def seed_bytes(seed: int) -> bytes:

@@ -13,7 +13,7 @@ from msgspec import Raw, msgpack
 
 from hostile_messages import HOSTILE, LONGEST, VALID, head, large_step, with_item
 from hybridkv.errors import SchemaError, WireError
-from hybridkv.step import Csr, StepResult
+from hybridkv.step import SCHEMA_VERSION, Csr, StepResult
 from hybridkv.wire import decode_reply, decode_step, encode_reply, encode_step, messages
 from wire_support import example_step, same
 
@@ -229,12 +229,12 @@ def test_message_text_that_is_not_utf8_is_rejected(text: bytes) -> None:
 def test_message_version_is_found_after_unknown_fields() -> None:
     """Extensions, lists in lists and maps of another kind are passed over; nothing is made of them."""
     tree = msgpack.decode(encode_step(example_step())) | {
-        "schema_version": 5,
+        "schema_version": SCHEMA_VERSION + 1,
         "kind": ["a", {"b": [msgpack.Ext(4, b"x"), 1.5, None, b"x" * 300, "y" * 300]}],
         "id": Raw(b"\xd7\xff" + bytes(8)),
         "a longer name than any other here": {1: 2, "x": [[[]]]},
     }
-    assert "schema version 5" in refused(msgpack.encode(tree))
+    assert f"schema version {SCHEMA_VERSION + 1}" in refused(msgpack.encode(tree))
 
 
 # -- fuzzing

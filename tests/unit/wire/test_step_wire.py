@@ -85,7 +85,7 @@ def test_message_bytes_match_messagepack() -> None:
             "c408" + "0300000004000000",
             "a46c6f7374" + "93" + "a5696e743332" + "9100" + "c400",  # lost: int32, [0]
             "a9617272697665645f73" + "93" + "a7666c6f61743332" + "9102" + "c408" + "0000003f0000003e",  # arrived_s
-            "ae736368656d615f76657273696f6e" + "04",  # schema_version: 4
+            "ae736368656d615f76657273696f6e" + "05",  # schema_version: 5
         )
     )
     result = StepResult(
@@ -222,6 +222,7 @@ WRONG: list[tuple[str, object, str]] = [
     ("new_rows.0.sampling.logit_bias", {3: 1.0}, r"\.logit_bias: Expected `array`, got `object`"),
     ("new_rows.0.sampling.logit_bias", [[4]], r"\.logit_bias\[0\]: Expected `array` of length 2, got 1"),
     ("new_rows.0.sampling.logits_processors", [1], r"\.logits_processors: Expected `array` of length 0"),
+    ("new_rows.0.sampling.structured", {"kind": "yaml", "text": ""}, r"\.kind: Invalid enum value 'yaml'"),
     ("new_rows.0.encoder", [b"audio", 30, True], r"\.encoder: Expected `object \| null`, got `array`"),
     ("new_rows.0.encoder.digest", 5, r"\.encoder\.digest: Expected `bytes`, got `int`"),
     ("new_rows.0.encoder.digest", b"", r"\.encoder\.digest: Expected `bytes` of length >= 1"),
@@ -242,6 +243,7 @@ WRONG: list[tuple[str, object, str]] = [
     ("new_rows.0.sampling.logit_bias", [[4, 1.0], [3, 2.0]], "sampling: token ids of logit_bias must ascend"),
     ("new_rows.0.sampling.logit_bias", [[-4, 1.0]], "token ids of logit_bias must lie in 0"),
     ("new_rows.0.sampling.logit_bias", [[4, float("nan")]], "logit_bias of token 4 must be a number"),
+    ("new_rows.0.sampling.structured", {"kind": "choice", "text": "[]"}, "sampling: choice must be a list of texts"),
     # what one field says of another
     ("id", -1, r"\.id: Expected `int` >= 0"),
     ("after", -2, r"\.after: Expected `int` >= -1"),
@@ -338,7 +340,7 @@ def test_reply_with_wrong_field_is_rejected() -> None:
 def test_message_of_newer_schema_names_the_version() -> None:
     """Whatever else it holds: fields and kinds of another schema are not even looked at."""
     newer = edited(lambda tree: tree.update(schema_version=SCHEMA_VERSION + 1, kind="bulletin", id="seven"))
-    with pytest.raises(SchemaError, match=r"schema version 5, this hybridkv reads version 4: update.*on this side"):
+    with pytest.raises(SchemaError, match=r"schema version 6, this hybridkv reads version 5: update.*on this side"):
         decode_step(newer)
     with pytest.raises(SchemaError, match="update hybridkv on the other side"):
         decode_step(edited(put("schema_version", 0)))

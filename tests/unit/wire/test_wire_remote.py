@@ -237,7 +237,7 @@ def test_remote_worker_with_random_failures_gives_the_same_tokens(
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"schema_version": 5}, SchemaError, "schema version 5, this hybridkv reads version 4"),
+        ({"schema_version": 6}, SchemaError, "schema version 6, this hybridkv reads version 5"),
         ({"rows": [1, 2]}, WireError, "step.rows: Expected `array` of at least length 3, got 2"),
     ],
 )
