@@ -14,8 +14,8 @@ from hybridkv.units import shown
 StructuredKind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
 
 _KINDS: Final = get_args(StructuredKind)
-_MOST_CHARACTERS: Final = 1 << 18
-"""Characters of ``text``. Far larger schemas take minutes to compile."""
+_MOST_CHARACTERS: Final = 1 << 17
+"""Characters of ``text``: more than OpenAI takes, and few enough for a compiler that recurses."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from hybridkv.request import SamplingParams
 from hybridkv.runner.completion import Completion, Increment, Stream
 from hybridkv.runner.engine import Engine, engine_closed
 from hybridkv.runner.images import Images
-from hybridkv.runner.inputs import Given, Prompt, one_each
+from hybridkv.runner.inputs import Given, Prompt, checked_sampling, one_each
 from hybridkv.runner.options import RequestOptions
 from hybridkv.schedule import SchedulerStatistics
 from hybridkv.units import shown
@@ -230,9 +230,23 @@ class AsyncEngine:
             CacheError: the engine is closed.
             Exception: an error of the model's forward.
         """
+        await self.prepare(sampling)
         with self.read([lambda engine: engine.stream(prompt, sampling, **options)]) as reading:
             while found := await reading.next(most=1):
                 yield found[0][1]
+
+    async def prepare(self, sampling: SamplingParams | None) -> None:
+        """Compile a structured output in a thread of its own, so that no step waits for it. Call it before ``read``.
+
+        Args:
+            sampling: how tokens are drawn; without a structured output, nothing is done.
+
+        Raises:
+            ConfigError: the structured output cannot be compiled, or the engine has no tokenizer for it.
+        """
+        params = checked_sampling(sampling)
+        if params is not None and params.structured is not None:
+            await asyncio.to_thread(self._engine.grammars.of, params.structured)
 
     @contextmanager
     def read(self, requests: Sequence[Callable[[Engine], Stream]]) -> Iterator[Reading]:
@@ -288,7 +302,10 @@ class AsyncEngine:
             return lambda engine: engine.stream(prompt, sampling, encoder=encoder, images=images)
 
         done: dict[tuple[int, int], Completion] = {}
-        with self.read([queued(*one) for one in one_each(prompts, sampling, encoders, images)]) as reading:
+        asked = one_each(prompts, sampling, encoders, images)
+        for one in asked:
+            await self.prepare(one[1])
+        with self.read([queued(*one) for one in asked]) as reading:
             while found := await reading.next():
                 for number, part in found:
                     if part.completion is not None:

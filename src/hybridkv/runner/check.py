@@ -30,6 +30,7 @@ from hybridkv.runner.load import LoadedModel
 from hybridkv.runner.probe import attention_implementation
 from hybridkv.runner.sampling.draws import Draws
 from hybridkv.runner.sampling.sampler import Edits, RowEdits, SamplingBatch, scores
+from hybridkv.runner.sampling.structured import Grammars, Masked
 from hybridkv.runner.self_check import plain_transformers, tolerance
 from hybridkv.schedule import FinishReason
 from hybridkv.step import Step
@@ -148,11 +149,14 @@ def check_completions(
     ends: list[str] = []
     inputs = [None] * len(completions) if encoders is None else encoders
     seen = [None] * len(completions) if images is None else images
+    grammars = Grammars(loaded)
     with attention_implementation(loaded.model, "eager"), torch.inference_mode():
         for completion, params, encoder, pictures in zip(completions, sampling, inputs, seen, strict=True):
             given = {"encoder": encoder, "images": _tensors(pictures, loaded.model)}
-            differences += _differences(loaded, completion, with_word_ids(params, loaded), recorder, given)
-            ends += _wrong_end(loaded, completion, params)
+            differences += _differences(
+                loaded, completion, with_word_ids(params, loaded), recorder, given, grammars=grammars
+            )
+            ends += _wrong_end(loaded, completion, params, grammars)
             advance()
     tokens = sum(len(one.token_ids) for one in completions)
     return CheckReport(len(completions), tokens, tuple(differences), tuple(ends))
@@ -167,7 +171,13 @@ def _tensors(images: Images | None, model: PreTrainedModel) -> dict[str, torch.T
 
 
 def _differences(
-    loaded: LoadedModel, completion: Completion, params: SamplingParams, recorder: LogitRecorder, given: dict[str, Any]
+    loaded: LoadedModel,
+    completion: Completion,
+    params: SamplingParams,
+    recorder: LogitRecorder,
+    given: dict[str, Any],
+    *,
+    grammars: Grammars,
 ) -> list[Difference]:
     """Compare with ``generate`` if it can draw the same way; otherwise, and after a first difference, by forcing."""
     prompt, ours, said, start = completion.prompt_token_ids, completion.token_ids, list[int](), 0
@@ -178,7 +188,7 @@ def _differences(
         return []
     logits = forced_logits(loaded.model, prompt, ours, **given)
     held = (*loaded.eos_token_ids, *params.stop_token_ids)  # tokens that are not drawn before min_tokens outputs
-    best = scores(logits, _sampling_of(params, prompt, ours, logits, held)).topk(2, dim=-1)
+    best = scores(logits, _sampling_of(params, prompt, ours, logits, held, grammars=grammars)).topk(2, dim=-1)
     expected = best.indices[:, 0].tolist()
     if said:
         expected[start] = said[start]
@@ -270,19 +280,29 @@ def forced_logits(
 
 
 def _sampling_of(
-    params: SamplingParams, prompt: Sequence[int], output: Sequence[int], logits: torch.Tensor, held: Sequence[int]
+    params: SamplingParams,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    logits: torch.Tensor,
+    held: Sequence[int],
+    *,
+    grammars: Grammars,
 ) -> SamplingBatch:
     """Return a batch with one entry for each token of ``output``; each knows the tokens before it."""
     edits = Edits()
     if RowEdits.wanted(params):
-        own = RowEdits(params, prompt, len(prompt), held, logits.shape[-1])
+        grammar = grammars.of(params.structured)
+        parser = None if grammar is None else grammar.parser()
+        own = RowEdits(params, prompt, len(prompt), held, logits.shape[-1], parser=parser)
+        if parser is not None:
+            edits.masks = grammars.masks([Masked(0, parser, [*output[:-1]])], *logits.shape)
         for at, token in enumerate(output):
             edits.add(at, own)
             own.add([token])
     return SamplingBatch.of([params] * len(output), range(len(prompt), len(prompt) + len(output)), edits)
 
 
-def _wrong_end(loaded: LoadedModel, completion: Completion, params: SamplingParams) -> list[str]:
+def _wrong_end(loaded: LoadedModel, completion: Completion, params: SamplingParams, grammars: Grammars) -> list[str]:
     """Return a line that describes a wrong end of the output, or an empty list. Aborted requests are not checked."""
     if completion.finish_reason is FinishReason.ABORT:
         return []
@@ -297,7 +317,9 @@ def _wrong_end(loaded: LoadedModel, completion: Completion, params: SamplingPara
         whole = loaded.tokenizer.decode(list(output), skip_special_tokens=True)
         unstopped = len(loaded.tokenizer.decode(list(output[: params.min_tokens]), skip_special_tokens=True))
     found = [one for one in params.stop if whole.find(one, max(0, unstopped + 1 - len(one))) >= 0]
-    stopped = bool(stops & set(output[-1:])) or bool(found)
+    grammar = grammars.of(params.structured)
+    over = grammar is not None and grammar.parser(output).is_stopped()
+    stopped = bool(stops & set(output[-1:])) or bool(found) or over
     if stopped != (completion.finish_reason is FinishReason.STOP):
         return [f"{name} ended by {completion.finish_reason}, but its output {'has a' if stopped else 'has no'} stop"]
     return []

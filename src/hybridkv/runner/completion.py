@@ -28,6 +28,7 @@ import numpy as np
 
 from hybridkv.request import Request
 from hybridkv.runner.sampling.draws import TokenLogprob, tokens_of
+from hybridkv.runner.sampling.structured import Grammar
 from hybridkv.schedule import FinishReason, Outcome
 from hybridkv.step import Step, StepResult
 
@@ -229,6 +230,7 @@ class Progress:
         prompt_logprobs: of the prompt. All branches of a request share the list: any of them may compute the prompt.
         read: whether the last Increment was taken.
         added_s: when it was added, on the clock of ``time.monotonic``.
+        grammar: of its structured output, which stays compiled while it is referred to; None without one.
     """
 
     request: Request
@@ -247,6 +249,7 @@ class Progress:
     _read_characters: int = 0
     _begun_to_read: bool = False
     added_s: float = field(default_factory=time.monotonic)
+    grammar: Grammar | None = None
     _begun: float | None = None
 
     def __post_init__(self, tokenizer: Any) -> None:  # noqa: ANN401  # transformers' tokenizers share no typed base
@@ -287,10 +290,11 @@ class Progress:
         if self.request.sampling.logprobs is not None:
             self.logprobs += [value for position, value in found if position >= prompt][:appended]
 
-    def add_text(self, undrawn: Exception | None = None) -> FinishReason | None:
+    def add_text(self, undrawn: Exception | None = None, *, over: bool = False) -> FinishReason | None:
         """Decode the new tokens. Return the finish reason if a stop string or an error ends the output here.
 
-        ``undrawn`` is the error that kept the newest token from being drawn; it ends the output, too.
+        ``undrawn`` is the error that kept the newest token from being drawn; it ends the output, too. So does the end
+        of a structured output, ``over``.
         """
         if undrawn is not None and self.error is None:
             undrawn.add_note(f"request {self.request.request_id!r} ended: its next token could not be drawn")
@@ -304,7 +308,7 @@ class Progress:
         except Exception as error:  # noqa: BLE001  # any error of a tokenizer ends this request alone
             self._fail(error)
             return FinishReason.ABORT
-        return FinishReason.STOP if stopped else None
+        return FinishReason.STOP if stopped or over else None
 
     def end(self, reason: FinishReason, because: Exception | None = None) -> None:
         """Record the end of the request: its completion, or ``because``, the error of the scheduler that ended it."""

@@ -202,7 +202,7 @@ def _drafting(request: Request, count: int) -> SamplingParams:
 
     So edits that depend on the output must be carried over. Penalties on its tokens become biases. A repetition penalty
     then applies after these, and a presence penalty counts twice for a repeated draft. A bad word is only found within
-    the drafts. These differences only lead to more rejected drafts.
+    the drafts, and a structured output is left out. These differences only lead to more rejected drafts.
     """
     own, prompt = request.sampling, request.num_prompt_tokens
     biases, outputs = dict(own.biases), request.num_output_tokens
@@ -222,6 +222,7 @@ def _drafting(request: Request, count: int) -> SamplingParams:
         n=1,
         logprobs=None,
         prompt_logprobs=None,
+        structured=None,
     )
 
 

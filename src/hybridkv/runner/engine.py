@@ -41,17 +41,15 @@ from hybridkv.runner.inputs import (
     Given,
     Prompt,
     as_list,
-    checked_sampling,
     encode,
     feed_if_read,
     is_empty,
     loaded_of,
     number_in,
     one_each,
+    ready_sampling,
     require_callable,
     require_drafter,
-    require_vocabulary,
-    with_word_ids,
 )
 from hybridkv.runner.load import LoadedModel, own_mode
 from hybridkv.runner.lockstep import Lockstep, require_alone, require_sendable
@@ -60,6 +58,7 @@ from hybridkv.runner.planning import plan_of
 from hybridkv.runner.probe import AS_COMPUTED, Stored, planner_model
 from hybridkv.runner.runner import ModelRunner, Observer, require_fit
 from hybridkv.runner.sampling.draws import TokenLogprob
+from hybridkv.runner.sampling.structured import Grammars
 from hybridkv.runner.self_check import require_same
 from hybridkv.runner.session_file import checked_key, checked_path
 from hybridkv.runner.sessions import Session, SessionFiles
@@ -149,8 +148,7 @@ class Engine:
             if speculate is not None:
                 undo.callback(speculate.close)
             self._closing = undo.pop_all()
-        self._requests = requests
-        self._closed, self._next_id, self._idle = False, 0, 0
+        self._requests, self._closed, self._next_id, self._idle = requests, False, 0, 0
         self._in_flight: deque[Step] = deque()
         self._running: Future[StepResult] | None = None
         self._seconds = 0.0  # of the forward that ran last
@@ -188,6 +186,8 @@ class Engine:
         tiers = open_tiers(behind, loaded, plan, self.cache, options=options, undo=undo)
         self.tier = None if tiers is None else tiers.host
         self.scheduler = Scheduler(self.cache, limits, tier=self.tier)
+        self.grammars = Grammars(loaded)
+        undo.callback(self.grammars.close)
         self.runner = ModelRunner(
             loaded.model,
             plan.config,
@@ -201,6 +201,7 @@ class Engine:
             forwards=forwards,
             attention=options.attention,
             compiled=options.compile,
+            grammars=self.grammars,
             **({} if tiers is None else tiers.of_runner),
         )
         self.worker: ModelRunner | Lockstep = self.runner
@@ -350,12 +351,10 @@ class Engine:
         self._require_open()
         most = self.plan.limits.max_encoder_tokens
         feed = feed_if_read(self.loaded, encoder, most, encoder_digest, cache_salt)
-        params = checked_sampling(sampling) or SamplingParams()
+        params = ready_sampling(sampling, self.loaded)
         for name, value in (("request_id", request_id), ("cache_salt", cache_salt), ("tenant", tenant)):
             or_none(text)(name, value)
         require_sendable(self.worker, params, images)
-        params = with_word_ids(params, self.loaded)
-        require_vocabulary(params, self.loaded)
         ids, pictures = self._ids(prompt, images, starts=feed is not None)
         request = Request(
             str(self._next_id) if request_id is None else request_id,
@@ -376,9 +375,9 @@ class Engine:
         self, request: Request, feed: EncoderFeed | None = None, pictures: PromptImages | None = None
     ) -> list[Progress]:
         """Give a request and its branches to the scheduler, and hold its encoder input and images."""
-        of_prompt: list[TokenLogprob] = []
+        of_prompt, grammar = list[TokenLogprob](), self.grammars.of(request.sampling.structured)
         added = [
-            Progress(one, self.loaded.tokenizer, prompt_logprobs=of_prompt)
+            Progress(one, self.loaded.tokenizer, prompt_logprobs=of_prompt, grammar=grammar)
             for one in (request, *self.scheduler.add(request))
         ]
         for one in added:
@@ -669,9 +668,10 @@ class Engine:
         ended = {one.request: one for one in outcome.finished}
         grown = count_step(self._live, step, result, outcome)
         undrawn = {request_id: self._undrawn.pop(request_id) for request_id in [*self._undrawn]}
+        over, self.runner.over = self.runner.over, set()
         try:
             for live in grown:
-                reason = live.add_text(undrawn.get(live.request.request_id))
+                reason = live.add_text(undrawn.get(name := live.request.request_id), over=name in over)
                 if reason is None:
                     continue
                 if live.request not in ended:

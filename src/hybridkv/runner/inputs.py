@@ -84,6 +84,16 @@ def _is_listed(values: object) -> bool:
     return isinstance(values, Sequence) and not isinstance(values, str | bytes | bytearray)
 
 
+def ready_sampling(sampling: SamplingParams | None, loaded: LoadedModel) -> SamplingParams:
+    """Return ``sampling`` for a request to ``loaded``, with bad words as token ids.
+
+    Raises ConfigError as ``checked_sampling``, ``with_word_ids`` and ``require_vocabulary``.
+    """
+    params = with_word_ids(checked_sampling(sampling) or SamplingParams(), loaded)
+    require_vocabulary(params, loaded)
+    return params
+
+
 def checked_sampling(sampling: object) -> SamplingParams | None:
     """Return ``sampling``. Raises ConfigError unless it is SamplingParams or None."""
     if not isinstance(sampling, SamplingParams | None):

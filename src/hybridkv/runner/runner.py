@@ -64,6 +64,7 @@ from hybridkv.runner.probe import (
 )
 from hybridkv.runner.sampling.draws import Draws, LogprobRows, check_drafts, logprobs_of
 from hybridkv.runner.sampling.sampler import NONE_DRAWN, RowState, sample
+from hybridkv.runner.sampling.structured import Grammars, Masks
 from hybridkv.runner.states.continuation import continuation, decodes_together, of_each_kind, recurrence
 from hybridkv.runner.states.recurrent import RecurrentMixer
 from hybridkv.runner.states.state_batch import PagedMixer, StateBatch, require_class_forwards, state_batch
@@ -123,6 +124,7 @@ class ModelRunner:
         cross: the encoder's side of cross attention; ``None`` for a model without it.
         images: the images of prompts; ``None`` before ``take_images``.
         decode_graphs: the CUDA graphs of decoding steps; ``None`` if these run as usual.
+        over: requests whose structured output is complete; the caller empties it.
 
     Args:
         model: a transformers model.
@@ -142,6 +144,7 @@ class ModelRunner:
         store: a store behind the host tier; None without one. It stays open.
         hash_block: tokens of a hash block, for marks in the store.
         form: how blocks lie in the store; None: as they lie in the tier.
+        grammars: compiles structured outputs; None rejects them.
 
     Raises:
         ConfigError: a forward caches other bytes than planned, another runner holds the model, or ``tier`` does not fit
@@ -168,6 +171,7 @@ class ModelRunner:
         store: BlockStore | None = None,
         hash_block: int = 1,
         form: StoreForm | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         require_model(model)
         instance("config", config, KVCacheConfig)
@@ -206,7 +210,7 @@ class ModelRunner:
             max_encoder_tokens=max_encoder_tokens,
         )
         self._vocabulary = vocabulary_of(model)
-        self._rows = RowState(max_running, self._vocabulary)
+        self._rows, self.over = RowState(max_running, self._vocabulary, grammars), set[str]()
         self._logprobs = LogprobRows(max_running)
         self._context = StepContext()
         self.images: StepImages | None = None
@@ -379,17 +383,23 @@ class ModelRunner:
         if not step.num_tokens:
             return self._result(step, Csr.empty(len(step)))
         draws, prompts = Draws.of(step), self._logprobs.of_prompts(step)
-        after = self._forward(step, self._resolved(step), np.concatenate((draws.source, prompts.source)), states)
+        masking = self._rows.begin_masks(step.rows[draws.row], draws.before)
+        try:
+            after = self._forward(step, self._resolved(step), np.concatenate((draws.source, prompts.source)), states)
+        finally:
+            masks = None if masking is None else masking.result()
         logits, of_prompts = after[: len(draws)].float(), after[len(draws) :]
         if self.observer is not None:
             self.observer(step, logits)
-        drawn, wrong = self._drawn(step, draws, logits)
+        drawn, wrong = self._drawn(step, draws, logits, masks)
         kept = draws.kept(drawn)
+        over = self._rows.completed(step.rows[draws.row], drawn, kept)
         self._report_undrawn(step, draws, {draw: error for draw, error in wrong.items() if kept[draw]})
         sampled = draws.appended(drawn, kept, len(step))
         self._rows.drawn(step.rows, sampled)
         prompts = prompts._replace(source=np.arange(len(prompts.source)))
         wanted = logprobs_of([(of_prompts, prompts), (logits, self._logprobs.of_drawn(step, draws, drawn, kept))])
+        self.over |= {self._request_of_row[row] for row in over}
         accepted = np.diff(sampled.indptr).astype(np.int32) if len(step.drafts.values) else None
         return self._result(step, sampled, accepted, wanted)
 
@@ -547,7 +557,9 @@ class ModelRunner:
 
     # -- after the forward
 
-    def _drawn(self, step: Step, draws: Draws, logits: torch.Tensor) -> tuple[Int64, dict[int, Exception]]:
+    def _drawn(
+        self, step: Step, draws: Draws, logits: torch.Tensor, masks: Masks | None
+    ) -> tuple[Int64, dict[int, Exception]]:
         """Return the token of each draw, int64[n], and the errors of failed edits by draw.
 
         Raises WorkerError for NaN logits.
@@ -560,7 +572,7 @@ class ModelRunner:
                 f"Step {step.id}: the logits of row {step.rows[draws.row[wrong[0]]]} are NaN after token "
                 f"{draws.position[wrong[0]] - 1}: check the model's weights and dtype"
             )
-        batch = self._rows.batch(step.rows[draws.row], draws.position, draws.before)
+        batch = self._rows.batch(step.rows[draws.row], draws.position, draws.before, masks)
         with torch.inference_mode():
             drawn, failed = sample(logits, batch)
         return drawn.cpu().numpy(), failed

@@ -5,6 +5,7 @@ Some fields of OpenAI's are not supported, but clients send them at a neutral va
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, cast
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from hybridkv.errors import ConfigError
-from hybridkv.request import NO_HINTS, Hints, SamplingParams
+from hybridkv.request import NO_HINTS, Hints, SamplingParams, StructuredKind, StructuredOutput
 
 MOST_LOGPROBS: Final = 20
 MOST_MESSAGES: Final = 1 << 13
@@ -37,6 +38,9 @@ _OF_ROUTERS: Final = {"no_stop_trim": (False,), "return_hidden_states": (False,)
 
 Ids = Annotated[list[int], _FIRST]
 Prompts = str | Ids | Annotated[list[str], _FIRST] | Annotated[list[Ids], _FIRST]
+Schema = dict[str, Any] | bool
+_ALIASES: Final = ("json", "schema")
+"""Names of fields whose attributes have other names, because those are methods of pydantic's."""
 
 
 def _few_biases(given: Any) -> Any:  # noqa: ANN401  # whatever JSON says
@@ -60,7 +64,7 @@ class Body(BaseModel):
         if not isinstance(given, dict):
             return given
         said = {name: value for name, value in given.items() if not cls._says_nothing(name, value)}
-        unknown = [name for name in said if name not in cls.model_fields]
+        unknown = [name for name in said if name not in cls.model_fields and name not in _ALIASES]
         for name in unknown[1:]:  # one is enough to refuse the body
             del said[name]
         return said
@@ -141,6 +145,89 @@ class PromptCacheOptions(Body):
         return None if self.ttl is None else float(self.ttl[:-1]) * {"s": 1, "m": 60, "h": 3600}[self.ttl[-1]]
 
 
+class StructuredBody(Body):
+    """The form of an output in vLLM's names, exactly one of them.
+
+    Attributes:
+        schema_: a JSON schema, also as text; its name in bodies is ``json``.
+        regex: a regular expression, which the whole output must match.
+        choice: the outputs to choose from.
+        grammar: a grammar, in the syntax of Lark or of llama.cpp's GBNF.
+        json_object: true for any JSON object.
+    """
+
+    says_nothing = {
+        "json_object": (False,),
+        "disable_fallback": (False, True),
+        "disable_any_whitespace": (False,),
+        "disable_additional_properties": (False,),
+    }
+
+    schema_: Annotated[Schema | Text | None, Field(alias="json")] = None
+    regex: Text | None = None
+    choice: Annotated[list[Text], _SOME] | None = None
+    grammar: Text | None = None
+    json_object: bool | None = None
+
+    def said(self) -> StructuredOutput:
+        """Return the form. ConfigError for none, several, or an invalid one."""
+        schema, choice = self.schema_, self.choice
+        forms: list[tuple[StructuredKind, str | None]] = [
+            ("json_schema", schema if isinstance(schema, str | None) else json.dumps(schema)),
+            ("regex", self.regex),
+            ("choice", None if choice is None else json.dumps(choice)),
+            ("grammar", self.grammar),
+            ("json_object", "" if self.json_object else None),
+        ]
+        given = [StructuredOutput(kind, text) for kind, text in forms if text is not None]
+        if len(given) != 1:
+            raise ConfigError("structured_outputs needs exactly one of json, regex, choice, grammar and json_object")
+        return given[0]
+
+
+class NamedSchema(Body):
+    """A JSON schema in OpenAI's form. Name and description are for readers; every output obeys, ``strict`` or not."""
+
+    name: Text | None = None
+    description: str | None = None
+    schema_: Annotated[Schema | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class TextFormat(NamedSchema):
+    """The form of a response's text."""
+
+    type: Literal["text", "json_object", "json_schema"]
+
+
+class TextBody(Body):
+    """What the text of a response must be."""
+
+    says_nothing = {"verbosity": ("medium",)}
+
+    format: TextFormat | None = None
+
+
+class ResponseFormat(Body):
+    """The form of the outputs of a completion or a chat."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+
+def _form_of(given: ResponseFormat | TextFormat | None) -> StructuredOutput | None:
+    """Return the form that OpenAI's fields name; None for text. ConfigError for a missing or superfluous schema."""
+    if given is None:
+        return None
+    named = given.json_schema if isinstance(given, ResponseFormat) else given
+    schema = None if named is None else named.schema_
+    if (given.type == "json_schema") != (schema is not None):
+        raise ConfigError("a format has a schema if its type is json_schema: add the schema, or change the type")
+    if given.type == "json_schema":
+        return StructuredOutput("json_schema", json.dumps(schema))
+    return None if given.type == "text" else StructuredOutput("json_object")
+
+
 class SamplingBody(Body):
     """The fields of all bodies that generate: sampling, and hints about the prompt's future.
 
@@ -166,6 +253,7 @@ class SamplingBody(Body):
     stop_token_ids: Annotated[Ids, Field(max_length=_MOST_STOP_IDS)] | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
+    structured_outputs: StructuredBody | None = None
     cache_salt: Text | None = None
     hints: HintsBody | None = None
     prompt_cache_options: PromptCacheOptions | None = None
@@ -188,14 +276,28 @@ class SamplingBody(Body):
             raise ConfigError("hints.ttl_s and prompt_cache_options.ttl say the same: leave one of them out")
         return replace(hints, ttl_s=ttl_s)
 
+    @property
+    def format_(self) -> StructuredOutput | None:
+        """The form of the output in OpenAI's names."""
+        return None
+
+    @property
+    def structured(self) -> StructuredOutput | None:
+        """The form of the output. ConfigError if it is invalid or given twice."""
+        form, other = self.format_, None if self.structured_outputs is None else self.structured_outputs.said()
+        if form is not None and other is not None:
+            raise ConfigError("structured_outputs and a format both say what the output must be: leave one of them out")
+        return other if form is None else form
+
     @model_validator(mode="after")
-    def _hints_that_can_be(self) -> SamplingBody:
-        _ = self.said_hints
+    def _hints_and_form_that_can_be(self) -> SamplingBody:
+        _ = self.said_hints, self.structured
         return self
 
-    def sampling(self, max_tokens: int, **more: int | None) -> SamplingParams:
+    def sampling(self, max_tokens: int, **more: int | StructuredOutput | None) -> SamplingParams:
         """Return the sampling for the engine; without a seed, a random one. ConfigError for invalid values."""
-        said = {name: getattr(self, name) for name in _SAMPLING} | more | {"max_tokens": max_tokens}
+        own = {name: getattr(self, name) for name in _SAMPLING} | {"structured": self.structured}
+        said = own | more | {"max_tokens": max_tokens}
         if self.temperature is None:
             said["temperature"] = 1.0
         if self.top_k == -1:
@@ -220,8 +322,14 @@ class ChoicesBody(SamplingBody):
     n: int | None = None
     max_tokens: int | None = None
     stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+
+    @property
+    def format_(self) -> StructuredOutput | None:
+        """The form of the output in OpenAI's names."""
+        return _form_of(self.response_format)
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> ChoicesBody:
@@ -239,14 +347,7 @@ class CompletionBody(ChoicesBody):
         echo: begin the output with the prompt; with max_tokens 0, return the prompt alone.
     """
 
-    says_nothing = {
-        "best_of": (1,),
-        "suffix": (),
-        "user": (),
-        "response_format": ({"type": "text"},),
-        "add_special_tokens": (True,),
-        **_OF_ROUTERS,
-    }
+    says_nothing = {"best_of": (1,), "suffix": (), "user": (), "add_special_tokens": (True,), **_OF_ROUTERS}
 
     prompt: Prompts
     echo: bool | None = None
@@ -371,7 +472,6 @@ class ChatBody(ChoicesBody, TemplateBody):
     """
 
     says_nothing = {
-        "response_format": ({"type": "text"},),
         "modalities": (["text"],),
         "parallel_tool_calls": (True,),
         "service_tier": ("auto", "default"),
@@ -457,7 +557,6 @@ class ResponseBody(SamplingBody):
         "reasoning": (),
         "service_tier": ("auto", "default"),
         "store": (False,),
-        "text": ({"format": {"type": "text"}},),
         "tool_choice": ("auto", "none"),
         "tools": ([],),
         "top_logprobs": (0,),
@@ -467,7 +566,13 @@ class ResponseBody(SamplingBody):
 
     input: Text | Annotated[list[InputMessage], _SOME]
     instructions: Text | None = None
+    text: TextBody | None = None
     max_output_tokens: int | None = None
+
+    @property
+    def format_(self) -> StructuredOutput | None:
+        """The form of the output in OpenAI's names."""
+        return None if self.text is None else _form_of(self.text.format)
 
     @property
     def messages(self) -> list[ChatMessage]:

@@ -143,7 +143,8 @@ async def _of_body(_: Request, error: Exception) -> JSONResponse:
     if kind == "json_invalid":
         message, name = f"the body is not valid JSON: {first['ctx']['error']}", ""
     elif kind == "extra_forbidden":
-        message, code = f"{name} is not offered: leave it out", "not_offered"
+        instead = "use structured_outputs" if name.startswith("guided_") else "leave it out"  # vLLM's older names
+        message, code = f"{name} is not offered: {instead}", "not_offered"
     elif not name:
         whole = kind in {"missing", "model_attributes_type"}
         message = "the body must be a JSON object, sent as application/json" if whole else said

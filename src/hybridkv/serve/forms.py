@@ -53,6 +53,7 @@ async def ask_completion(front: Front, body: CompletionBody, request: Request) -
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
     )
+    await front.compile(request, sampling.structured)
     return Asked(f"cmpl-{uuid.uuid4().hex}", prompts, sampling, salt, body.said_hints)
 
 
@@ -65,6 +66,7 @@ async def ask_chat(front: Front, body: ChatBody, request: Request) -> Asked:
         n=body.n,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
+    await front.compile(request, sampling.structured)
     return Asked(f"chatcmpl-{uuid.uuid4().hex}", prompts, sampling, salt, body.said_hints)
 
 
@@ -73,6 +75,7 @@ async def ask_response(front: Front, body: ResponseBody, request: Request) -> As
     salt = front.salt(request, body)
     prompts = [await front.tokens.conversation(request, body.messages, TemplateBody())]
     sampling = body.sampling(front.most_tokens(prompts, body.max_output_tokens))
+    await front.compile(request, sampling.structured)
     return Asked(f"resp_{uuid.uuid4().hex}", prompts, sampling, salt, body.said_hints)
 
 
@@ -459,7 +462,7 @@ class ResponseAnswer(TypedDict):
     store: bool
     temperature: float
     top_p: float
-    text: dict[str, dict[str, str]]
+    text: dict[str, dict[str, Any]]
     tool_choice: Literal["auto"]
     tools: list[Any]
     truncation: Literal["disabled"]
@@ -540,7 +543,7 @@ class ResponseForm:
             "store": False,
             "temperature": self._asked.sampling.temperature,
             "top_p": self._asked.sampling.top_p,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": _format(body)},
             "tool_choice": "auto",
             "tools": [],
             "truncation": "disabled",
@@ -551,6 +554,12 @@ class ResponseForm:
 
 def _status(done: Completion | None) -> Status:
     return "incomplete" if done is None or done.finish_reason == FinishReason.LENGTH else "completed"
+
+
+def _format(body: ResponseBody) -> dict[str, Any]:
+    """Return the form of the text as it was given."""
+    given = None if body.text is None else body.text.format
+    return {"type": "text"} if given is None else given.model_dump(by_alias=True, exclude_unset=True)
 
 
 def _text(text: str) -> OutputText:

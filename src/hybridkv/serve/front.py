@@ -18,7 +18,7 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Generic, Self, TypeVar
@@ -28,6 +28,7 @@ from starlette.requests import Request
 
 from hybridkv.arguments import check_fields, each, integer, one_of, or_none, text
 from hybridkv.errors import ConfigError
+from hybridkv.request import StructuredOutput
 from hybridkv.runner.async_engine import AsyncEngine, EventSink
 from hybridkv.runner.chat import chat_ids
 from hybridkv.runner.engine import Engine
@@ -135,9 +136,12 @@ class Front:
         self.created = int(time.time())
         self.draining = False
         self._embedder: Embedder | None = None
+        self._grammars = engine.grammars
         self._closing = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
+        with suppress(ConfigError):  # a tokenizer that is converted later would delay steps
+            self._grammars.of(StructuredOutput("json_object"))
         self._closing.callback(self.tokens.close)
         self._closing.push_async_callback(self.engine.close)
         return self
@@ -202,6 +206,14 @@ class Front:
         if asked is not None:
             return asked
         return room if default is None else min(default, room)
+
+    async def compile(self, request: Request, form: StructuredOutput | None) -> None:
+        """Compile a structured output before its request is queued, in a turn of the client.
+
+        Raises ConfigError for one that cannot be compiled, ClientGoneError if the client of ``request`` disconnects.
+        """
+        if form is not None:
+            await self.tokens.run(request, [Piece(len(form.text), partial(self._grammars.of, form))])
 
     def require_text(self) -> None:
         """Raise ConfigError without a tokenizer."""

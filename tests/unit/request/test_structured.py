@@ -34,7 +34,7 @@ def test_sampling_takes_a_structured_output_or_its_fields() -> None:
         ("json_schema", "[" * 100_000, "text of json_schema is not JSON"),
         ("regex", "", "text of regex must be text, and not empty"),
         ("regex", 3, "text of regex must be text, and not empty"),
-        ("regex", "a" * ((1 << 18) + 1), "may have 262,144 characters, got 262,145"),
+        ("regex", "a" * ((1 << 17) + 1), "may have 131,072 characters, got 131,073"),
         ("grammar", "\ud800", "text that UTF-8 can hold"),
         ("choice", "yes", "text of choice is not JSON"),
         ("choice", "[]", "choice must be a list of texts that are not empty"),

@@ -1,7 +1,7 @@
 """Choose tokens, greedy or sampled, for all rows at once. The other rows of a batch do not change a row's token.
 
-    logits -> bad words, tokens held back: -inf -> + bias -> the caller's functions -> repetition -> frequency, presence
-           -> / temperature -> top-k -> top-p -> min-p -> + noise -> argmax
+    logits -> bad words, tokens held back: -inf -> + bias -> the caller's functions -> structured output: -inf
+           -> repetition -> frequency, presence -> / temperature -> top-k -> top-p -> min-p -> + noise -> argmax
 
 The edits, up to presence, have the order of vLLM; the filters have the order of transformers. A request edits few
 tokens of a vocabulary: the tokens that it names, and the tokens that it contains. So an edit is a cell (draw, token)
@@ -19,17 +19,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
 import numpy as np
 import torch
+from llguidance import LLMatcher
 from numpy.typing import NDArray
 
 from hybridkv.errors import ConfigError, WorkerError
 from hybridkv.request import SamplingParams, takes_prompt
-from hybridkv.runner.sampling.draws import NO_DRAFT
+from hybridkv.runner.sampling.draws import NO_DRAFT, Bool
+from hybridkv.runner.sampling.structured import Grammars, Masked, Masks
 from hybridkv.step import Csr, NewRow
 
 Float32 = NDArray[np.float32]
@@ -94,11 +97,20 @@ class RowEdits:
         num_prompt: how many of them are the prompt.
         held: tokens that are not drawn before ``min_tokens`` outputs (NewRow.held_ids).
         vocabulary: number of token ids.
+        parser: of its structured output, which has read the output; None without one.
     """
 
     def __init__(
-        self, params: SamplingParams, tokens: Sequence[int], num_prompt: int, held: Sequence[int], vocabulary: int
+        self,
+        params: SamplingParams,
+        tokens: Sequence[int],
+        num_prompt: int,
+        held: Sequence[int],
+        vocabulary: int,
+        *,
+        parser: LLMatcher | None = None,
     ) -> None:
+        self.parser = parser
         prompt, self._output = tokens[:num_prompt], list(tokens[num_prompt:])
         self.penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         self._min_tokens = params.min_tokens
@@ -122,7 +134,7 @@ class RowEdits:
         """Return whether a request with ``params`` edits logits."""
         penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1, 0, 0)
         named = params.min_tokens or params.bad_words or params.logit_bias or params.logits_processors
-        return penalties or bool(named)
+        return penalties or bool(named) or params.structured is not None
 
     def add(self, tokens: Iterable[int]) -> None:
         """Append ``tokens`` to the output. O(tokens)."""
@@ -178,9 +190,11 @@ class Edits:
     """The edits of a Step's draws.
 
     Attributes:
+        masks: of the rows of the logits, if any has a structured output.
         rows: the edited rows of the logits, ascending.
     """
 
+    masks: Masks | None = None
     rows: list[int] = field(default_factory=list)
     _penalties: list[tuple[float, float, float]] = field(default_factory=list)
     _banned: _Cells = field(default_factory=list)
@@ -195,7 +209,7 @@ class Edits:
         """
         place, functions = len(self.rows), edits.asked(drafts)
         banned, (counted, counts) = edits.banned(drafts), edits.counted(drafts)
-        if not (len(banned) or len(counted) or len(edits.bias[0]) or functions):
+        if not (len(banned) or len(counted) or len(edits.bias[0]) or functions or edits.parser):
             return
         self.rows.append(row)
         self._penalties.append(edits.penalties)
@@ -228,8 +242,11 @@ class Edits:
                     out[place] = _logits_like(out[place], function(out[place].clone()))
             except Exception as error:  # noqa: BLE001  # an error of the caller's function ends this request alone
                 wrong[place] = error
+        if self.masks is not None:
+            out.masked_fill_(torch.from_numpy(self.masks.forbidden).to(device)[at], -torch.inf)
+            wrong |= {place: self.masks.wrong[row] for place, row in enumerate(self.rows) if row in self.masks.wrong}
         self._penalise(out)
-        if banned is not None or self._asked:
+        if banned is not None or self._asked or self.masks is not None:
             best = out.amax(dim=-1)
             for place in torch.nonzero(~best.isfinite()).flatten().tolist():
                 wrong.setdefault(place, _undrawable(float(best[place])))
@@ -259,7 +276,8 @@ def _logits_like(given: torch.Tensor, made: object) -> torch.Tensor:
 def _undrawable(best: float) -> ConfigError:
     if best == -np.inf:
         return ConfigError(
-            "no token is left to draw: bad_words, min_tokens or logits_processors leave none; allow at least one"
+            "no token is left to draw: bad_words, min_tokens, logits_processors or structured leave none; allow at "
+            "least one"
         )
     return ConfigError(f"logits_processors must return numbers and -inf alone, got {best}")
 
@@ -299,19 +317,23 @@ def signed_seed(seed: int) -> int:
 class RowState:
     """The last token and the sampling parameters of each row, from the Step that begins the row to the next that does.
 
-    Rows that edit logits (RowEdits.wanted) also have their edits.
+    Rows that edit logits (RowEdits.wanted) also have their edits. Without ``grammars`` no row has a structured output.
     """
 
-    def __init__(self, rows: int, vocabulary: int) -> None:
-        self._vocabulary = vocabulary
+    def __init__(self, rows: int, vocabulary: int, grammars: Grammars | None = None) -> None:
+        self._vocabulary, self._grammars = vocabulary, grammars
         self.last_token: Int64 = np.full(rows, NONE_DRAWN, np.int64)
         self._how = np.zeros(rows, _HOW)
         self._edited = np.zeros(rows, np.bool_)
         self._edits: dict[int, RowEdits] = {}
 
     def check(self, rows: Sequence[NewRow]) -> None:
-        """Raise WorkerError for a row with token ids outside the vocabulary, or with bad words of text."""
+        """Raise WorkerError for a row with token ids outside the vocabulary, or with what needs a tokenizer."""
         for new in rows:
+            if new.sampling.structured is not None and self._grammars is None:
+                raise WorkerError(
+                    f"{new.request_id!r} has a structured output, and the runner no tokenizer: make it with grammars="
+                )
             if any(isinstance(word, str) for word in new.sampling.bad_words):
                 raise WorkerError(
                     f"bad_words of {new.request_id!r} are text, and a worker has no tokenizer: give their token ids"
@@ -330,8 +352,10 @@ class RowState:
         self._edits.pop(row, None)
         self._edited[row] = RowEdits.wanted(params)
         if self._edited[row]:
-            tokens = new.token_ids.tolist()
-            self._edits[row] = RowEdits(params, tokens, new.num_prompt_tokens, new.held_ids, self._vocabulary)
+            tokens, prompt = new.token_ids.tolist(), new.num_prompt_tokens
+            grammar = None if self._grammars is None else self._grammars.of(params.structured)
+            parser = None if grammar is None else grammar.parser(tokens[prompt:])
+            self._edits[row] = RowEdits(params, tokens, prompt, new.held_ids, self._vocabulary, parser=parser)
 
     def end(self, rows: Int32) -> None:
         """Clear rows without a request."""
@@ -340,7 +364,21 @@ class RowState:
         self._edited[rows] = False
         self.last_token[rows] = NONE_DRAWN
 
-    def batch(self, rows: Int32, positions: Int64, before: Int64) -> SamplingBatch:
+    def begin_masks(self, rows: Int32, before: Int64) -> Future[Masks] | None:
+        """Begin to mask the draws of rows with a structured output; None if there are none. O(draws).
+
+        No row may begin, end or draw until the result is there. The arguments are those of ``batch``.
+        """
+        found: list[Masked] = []
+        for draw in np.flatnonzero(self._edited[rows]).tolist() if self._edits else ():
+            last, parser = before.item(draw), self._edits[rows.item(draw)].parser
+            if parser is not None and last == NO_DRAFT:
+                found.append(Masked(draw, parser, []))
+            elif parser is not None:
+                found[-1].drafts.append(last)
+        return self._grammars.begin(found, len(rows), self._vocabulary) if found and self._grammars else None
+
+    def batch(self, rows: Int32, positions: Int64, before: Int64, masks: Masks | None = None) -> SamplingBatch:
         """Return the batch that draws the token at ``positions[i]`` of ``rows[i]``, for each i.
 
         The draws of a row follow each other, and each is edited with the drafts of all draws before it. O(n), and
@@ -350,16 +388,32 @@ class RowState:
             rows: row of each draw.
             positions: position of each token in its request.
             before: draft before each draw, or NO_DRAFT.
+            masks: of the draws, if any row has a structured output.
         """
-        return SamplingBatch(self._how[rows], positions, self._edits_of(rows, before) if self._edits else None)
+        return SamplingBatch(self._how[rows], positions, self._edits_of(rows, before, masks) if self._edits else None)
 
-    def _edits_of(self, rows: Int32, before: Int64) -> Edits:
-        edits, drafts = Edits(), list[int]()
+    def _edits_of(self, rows: Int32, before: Int64, masks: Masks | None) -> Edits:
+        edits, drafts = Edits(masks), list[int]()
         for draw in np.flatnonzero(self._edited[rows]).tolist():
             last = before.item(draw)
             drafts = [] if last == NO_DRAFT else [*drafts, last]
             edits.add(draw, self._edits[rows.item(draw)], drafts)
         return edits
+
+    def completed(self, rows: Int32, drawn: Int64, kept: Bool) -> set[int]:
+        """Let parsers read the tokens ``drawn`` that are ``kept``. Return the rows whose structured output is complete.
+
+        Tokens after its end are taken out of ``kept``: they were drawn after accepted drafts. O(draws).
+        """
+        over: set[int] = set()
+        for draw in np.flatnonzero(self._edited[rows] & kept).tolist() if self._edits else ():
+            row = rows.item(draw)
+            parser = self._edits[row].parser
+            if row in over:
+                kept[draw] = False
+            elif parser is not None and parser.consume_token(drawn.item(draw)) and parser.is_stopped():
+                over.add(row)
+        return over
 
     def drawn(self, rows: Int32, tokens: Csr) -> None:
         """Note that ``tokens[i]``, perhaps an empty list, were appended to ``rows[i]``."""
