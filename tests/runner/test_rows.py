@@ -21,7 +21,7 @@ def seen(rows: RowState, at: tuple[int, ...] = (1,), before: tuple[int, ...] = (
     found: list[list[int] | None] = [None] * len(at)
     if edits is not None and edits.rows:
         logits = torch.ones(len(at), VOCABULARY)
-        changed, _ = edits.apply(logits)
+        changed, _ = edits.apply(logits, None)
         for place, row in enumerate(edits.rows):
             found[row] = torch.nonzero(changed[place] != 1).flatten().tolist()
     return found

@@ -181,7 +181,8 @@ def _differences(
 ) -> list[Difference]:
     """Compare with ``generate`` if it can draw the same way; otherwise, and after a first difference, by forcing."""
     prompt, ours, said, start = completion.prompt_token_ids, completion.token_ids, list[int](), 0
-    if ours and params.temperature == 0 and not RowEdits.wanted(replace(params, repetition_penalty=1.0)):
+    plain = params.temperature == 0 and params.structured is None
+    if ours and plain and not RowEdits.wanted(replace(params, repetition_penalty=1.0)):
         said = generate_greedy(loaded.model, prompt, len(ours), params.repetition_penalty, **given)
         start = next((i for i, (a, b) in enumerate(zip(ours, said, strict=True)) if a != b), len(ours))
     if start == len(ours):
@@ -289,17 +290,16 @@ def _sampling_of(
     grammars: Grammars,
 ) -> SamplingBatch:
     """Return a batch with one entry for each token of ``output``; each knows the tokens before it."""
-    edits = Edits()
+    edits, grammar, masks = Edits(), grammars.of(params.structured), None
+    if grammar is not None:
+        masks = grammars.masks([Masked(0, grammar.parser(), [*output[:-1]])], *logits.shape)
     if RowEdits.wanted(params):
-        grammar = grammars.of(params.structured)
-        parser = None if grammar is None else grammar.parser()
-        own = RowEdits(params, prompt, len(prompt), held, logits.shape[-1], parser=parser)
-        if parser is not None:
-            edits.masks = grammars.masks([Masked(0, parser, [*output[:-1]])], *logits.shape)
+        own = RowEdits(params, prompt, len(prompt), held, logits.shape[-1])
         for at, token in enumerate(output):
             edits.add(at, own)
             own.add([token])
-    return SamplingBatch.of([params] * len(output), range(len(prompt), len(prompt) + len(output)), edits)
+    positions = range(len(prompt), len(prompt) + len(output))
+    return replace(SamplingBatch.of([params] * len(output), positions, edits), masks=masks)
 
 
 def _wrong_end(loaded: LoadedModel, completion: Completion, params: SamplingParams, grammars: Grammars) -> list[str]:

@@ -1,6 +1,6 @@
 """Choose tokens, greedy or sampled, for all rows at once. The other rows of a batch do not change a row's token.
 
-    logits -> bad words, tokens held back: -inf -> + bias -> the caller's functions -> structured output: -inf
+    logits -> structured output, bad words, tokens held back: -inf -> + bias -> the caller's functions
            -> repetition -> frequency, presence -> / temperature -> top-k -> top-p -> min-p -> + noise -> argmax
 
 The edits, up to presence, have the order of vLLM; the filters have the order of transformers. A request edits few
@@ -97,20 +97,11 @@ class RowEdits:
         num_prompt: how many of them are the prompt.
         held: tokens that are not drawn before ``min_tokens`` outputs (NewRow.held_ids).
         vocabulary: number of token ids.
-        parser: of its structured output, which has read the output; None without one.
     """
 
     def __init__(
-        self,
-        params: SamplingParams,
-        tokens: Sequence[int],
-        num_prompt: int,
-        held: Sequence[int],
-        vocabulary: int,
-        *,
-        parser: LLMatcher | None = None,
+        self, params: SamplingParams, tokens: Sequence[int], num_prompt: int, held: Sequence[int], vocabulary: int
     ) -> None:
-        self.parser = parser
         prompt, self._output = tokens[:num_prompt], list(tokens[num_prompt:])
         self.penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         self._min_tokens = params.min_tokens
@@ -131,10 +122,10 @@ class RowEdits:
 
     @staticmethod
     def wanted(params: SamplingParams) -> bool:
-        """Return whether a request with ``params`` edits logits."""
+        """Return whether a request with ``params`` edits logits, beside a structured output."""
         penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1, 0, 0)
         named = params.min_tokens or params.bad_words or params.logit_bias or params.logits_processors
-        return penalties or bool(named) or params.structured is not None
+        return penalties or bool(named)
 
     def add(self, tokens: Iterable[int]) -> None:
         """Append ``tokens`` to the output. O(tokens)."""
@@ -190,11 +181,9 @@ class Edits:
     """The edits of a Step's draws.
 
     Attributes:
-        masks: of the rows of the logits, if any has a structured output.
         rows: the edited rows of the logits, ascending.
     """
 
-    masks: Masks | None = None
     rows: list[int] = field(default_factory=list)
     _penalties: list[tuple[float, float, float]] = field(default_factory=list)
     _banned: _Cells = field(default_factory=list)
@@ -209,7 +198,7 @@ class Edits:
         """
         place, functions = len(self.rows), edits.asked(drafts)
         banned, (counted, counts) = edits.banned(drafts), edits.counted(drafts)
-        if not (len(banned) or len(counted) or len(edits.bias[0]) or functions or edits.parser):
+        if not (len(banned) or len(counted) or len(edits.bias[0]) or functions):
             return
         self.rows.append(row)
         self._penalties.append(edits.penalties)
@@ -219,7 +208,7 @@ class Edits:
         if functions:
             self._asked[place] = functions
 
-    def apply(self, logits: torch.Tensor) -> tuple[torch.Tensor, dict[int, Exception]]:
+    def apply(self, logits: torch.Tensor, forbidden: torch.Tensor | None) -> tuple[torch.Tensor, dict[int, Exception]]:
         """Return the edited logits of ``rows``, [len(rows), vocabulary], and the errors, by row of ``logits``.
 
         A row fails if a function of the caller raises or returns no logits, or if no token is left that may be drawn.
@@ -227,6 +216,7 @@ class Edits:
 
         Args:
             logits: float32[n, vocabulary], not changed.
+            forbidden: bool[n, vocabulary], tokens that no function may allow; None without structured outputs.
         """
         device = logits.device
         at = torch.tensor(self.rows, device=device)
@@ -240,13 +230,12 @@ class Edits:
             try:
                 for function in functions:
                     out[place] = _logits_like(out[place], function(out[place].clone()))
+                if forbidden is not None:
+                    out[place].masked_fill_(forbidden[self.rows[place]], -torch.inf)
             except Exception as error:  # noqa: BLE001  # an error of the caller's function ends this request alone
                 wrong[place] = error
-        if self.masks is not None:
-            out.masked_fill_(torch.from_numpy(self.masks.forbidden).to(device)[at], -torch.inf)
-            wrong |= {place: self.masks.wrong[row] for place, row in enumerate(self.rows) if row in self.masks.wrong}
         self._penalise(out)
-        if banned is not None or self._asked or self.masks is not None:
+        if banned is not None or self._asked:
             best = out.amax(dim=-1)
             for place in torch.nonzero(~best.isfinite()).flatten().tolist():
                 wrong.setdefault(place, _undrawable(float(best[place])))
@@ -290,11 +279,13 @@ class SamplingBatch:
         how: the sampling parameters of each row, of dtype _HOW.
         position: int64[R], the position of the token to draw, counted from the start of the request.
         edits: edits of the rows' logits; ``None`` without edits.
+        masks: of the rows' logits; ``None`` without structured outputs.
     """
 
     how: NDArray[np.void]
     position: Int64
     edits: Edits | None = None
+    masks: Masks | None = None
 
     @classmethod
     def of(
@@ -317,7 +308,8 @@ def signed_seed(seed: int) -> int:
 class RowState:
     """The last token and the sampling parameters of each row, from the Step that begins the row to the next that does.
 
-    Rows that edit logits (RowEdits.wanted) also have their edits. Without ``grammars`` no row has a structured output.
+    Rows that edit logits (RowEdits.wanted) also have their edits, and rows with a structured output its parser. Without
+    ``grammars`` there are none.
     """
 
     def __init__(self, rows: int, vocabulary: int, grammars: Grammars | None = None) -> None:
@@ -326,6 +318,8 @@ class RowState:
         self._how = np.zeros(rows, _HOW)
         self._edited = np.zeros(rows, np.bool_)
         self._edits: dict[int, RowEdits] = {}
+        self._formed = np.zeros(rows, np.bool_)
+        self._parsers: dict[int, LLMatcher] = {}
 
     def check(self, rows: Sequence[NewRow]) -> None:
         """Raise WorkerError for a row with token ids outside the vocabulary, or with what needs a tokenizer."""
@@ -352,16 +346,20 @@ class RowState:
         self._edits.pop(row, None)
         self._edited[row] = RowEdits.wanted(params)
         if self._edited[row]:
-            tokens, prompt = new.token_ids.tolist(), new.num_prompt_tokens
-            grammar = None if self._grammars is None else self._grammars.of(params.structured)
-            parser = None if grammar is None else grammar.parser(tokens[prompt:])
-            self._edits[row] = RowEdits(params, tokens, prompt, new.held_ids, self._vocabulary, parser=parser)
+            tokens = new.token_ids.tolist()
+            self._edits[row] = RowEdits(params, tokens, new.num_prompt_tokens, new.held_ids, self._vocabulary)
+        self._parsers.pop(row, None)
+        grammar = None if self._grammars is None else self._grammars.of(params.structured)
+        self._formed[row] = grammar is not None
+        if grammar is not None:
+            self._parsers[row] = grammar.parser(new.token_ids[new.num_prompt_tokens :].tolist())
 
     def end(self, rows: Int32) -> None:
         """Clear rows without a request."""
         for row in rows.tolist():
             self._edits.pop(row, None)
-        self._edited[rows] = False
+            self._parsers.pop(row, None)
+        self._edited[rows] = self._formed[rows] = False
         self.last_token[rows] = NONE_DRAWN
 
     def begin_masks(self, rows: Int32, before: Int64) -> Future[Masks] | None:
@@ -370,11 +368,10 @@ class RowState:
         No row may begin, end or draw until the result is there. The arguments are those of ``batch``.
         """
         found: list[Masked] = []
-        for draw in np.flatnonzero(self._edited[rows]).tolist() if self._edits else ():
-            last, parser = before.item(draw), self._edits[rows.item(draw)].parser
-            if parser is not None and last == NO_DRAFT:
-                found.append(Masked(draw, parser, []))
-            elif parser is not None:
+        for draw in np.flatnonzero(self._formed[rows]).tolist() if self._parsers else ():
+            if (last := before.item(draw)) == NO_DRAFT:
+                found.append(Masked(draw, self._parsers[rows.item(draw)], []))
+            else:
                 found[-1].drafts.append(last)
         return self._grammars.begin(found, len(rows), self._vocabulary) if found and self._grammars else None
 
@@ -390,10 +387,10 @@ class RowState:
             before: draft before each draw, or NO_DRAFT.
             masks: of the draws, if any row has a structured output.
         """
-        return SamplingBatch(self._how[rows], positions, self._edits_of(rows, before, masks) if self._edits else None)
+        return SamplingBatch(self._how[rows], positions, self._edits_of(rows, before) if self._edits else None, masks)
 
-    def _edits_of(self, rows: Int32, before: Int64, masks: Masks | None) -> Edits:
-        edits, drafts = Edits(masks), list[int]()
+    def _edits_of(self, rows: Int32, before: Int64) -> Edits:
+        edits, drafts = Edits(), list[int]()
         for draw in np.flatnonzero(self._edited[rows]).tolist():
             last = before.item(draw)
             drafts = [] if last == NO_DRAFT else [*drafts, last]
@@ -406,12 +403,12 @@ class RowState:
         Tokens after its end are taken out of ``kept``: they were drawn after accepted drafts. O(draws).
         """
         over: set[int] = set()
-        for draw in np.flatnonzero(self._edited[rows] & kept).tolist() if self._edits else ():
+        for draw in np.flatnonzero(self._formed[rows] & kept).tolist() if self._parsers else ():
             row = rows.item(draw)
-            parser = self._edits[row].parser
+            parser = self._parsers[row]
             if row in over:
                 kept[draw] = False
-            elif parser is not None and parser.consume_token(drawn.item(draw)) and parser.is_stopped():
+            elif parser.consume_token(drawn.item(draw)) and parser.is_stopped():
                 over.add(row)
         return over
 
@@ -428,8 +425,8 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, di
 
     The token of a row with an error is drawn from its unedited logits. logits: float32[R, vocabulary], not changed.
     """
+    logits, parts, wrong = _changed(logits, batch)
     drawn = logits.max(dim=-1).indices  # the first of equal values, like argmax, in half its time
-    parts, wrong = _changed(logits, batch)
     for at, changed in parts:
         drawn[at] = changed.argmax(dim=-1)
     return drawn, wrong
@@ -441,7 +438,7 @@ def scores(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     A greedy row's scores are its edited logits. A sampled row's scores are its scaled logits plus noise, with -inf for
     tokens that a filter removed. Raises the error of the first row with failed edits.
     """
-    parts, wrong = _changed(logits, batch)
+    logits, parts, wrong = _changed(logits, batch)
     if wrong:
         raise wrong[min(wrong)]
     out = logits.double() if (batch.how["temperature"] > 0).any() else logits.clone()
@@ -452,16 +449,21 @@ def scores(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
 
 def _changed(
     logits: torch.Tensor, batch: SamplingBatch
-) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], dict[int, Exception]]:
-    """Return the scores of edited or sampled rows in parts (rows, scores), and the errors of edits by row.
+) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]], dict[int, Exception]]:
+    """Return the masked logits, the scores of edited or sampled rows in parts (rows, scores), and the errors by row.
 
     A row may be in two parts; the later one counts.
     """
     parts: list[tuple[torch.Tensor, torch.Tensor]] = []
     wrong: dict[int, Exception] = {}
-    edits = batch.edits
+    edits, forbidden = batch.edits, None
+    if batch.masks is not None:
+        forbidden = torch.from_numpy(batch.masks.forbidden).to(logits.device)
+        logits = logits.masked_fill(forbidden, -torch.inf)
+        wrong.update(batch.masks.wrong)
     if edits is not None and edits.rows:
-        edited, wrong = edits.apply(logits)
+        edited, failed = edits.apply(logits, forbidden)
+        wrong = failed | wrong
         parts.append((torch.tensor(edits.rows, device=logits.device), edited))
     sampled = np.flatnonzero(batch.how["temperature"] > 0)
     if len(sampled):
@@ -472,7 +474,7 @@ def _changed(
             chosen[torch.from_numpy(places).to(at)] = edited[torch.from_numpy(of_edited).to(at)]
         scaled = _filtered(chosen.double() / _column(how["temperature"], logits.device), how)
         parts.append((at, scaled + gumbel(how["seed"], batch.position[sampled], logits.shape[-1], logits.device)))
-    return parts, wrong
+    return logits, parts, wrong
 
 
 def gumbel(seed: Int64, position: Int64, vocabulary: int, device: torch.device | str = "cpu") -> torch.Tensor:

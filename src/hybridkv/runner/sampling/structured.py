@@ -166,7 +166,9 @@ class Grammars:
         if drafted:
             fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted, bits)
         forbidden = np.unpackbits(~bits.view(np.uint8), axis=1, count=vocabulary, bitorder="little").view(np.bool_)
-        return Masks(forbidden, {one.draw: _stuck(one.parser) for one in rows if one.parser.is_error()})
+        wrong = {one.draw: _stuck(one.parser) for one in rows if one.parser.is_error()}
+        forbidden[[*wrong]] = False
+        return Masks(forbidden, wrong)
 
     def close(self) -> None:
         """End the thread."""
