@@ -25,7 +25,8 @@ from hybridkv.runner.check import LogitRecorder, check_completions
 from hybridkv.runner.drafters import DraftModel, NgramDrafter
 from hybridkv.runner.probe import attention_implementation
 from hybridkv.runner.sampling import structured
-from hybridkv.runner.sampling.sampler import RowState
+from hybridkv.runner.sampling.draws import NO_DRAFT
+from hybridkv.runner.sampling.sampler import RowState, sample
 from hybridkv.schedule import FinishReason
 from hybridkv.step import NewRow
 from hybridkv.wire import decode_step, encode_step
@@ -186,9 +187,7 @@ def test_request_with_a_structured_output_goes_on_elsewhere(tmp_path: Path) -> N
     with made() as engine:
         (alone,) = engine.generate([REPEATED[0]], params)
         with engine.stream(REPEATED[0], params, request_id="a") as stream:
-            while sum(1 for _ in next(stream).token_ids) == 0 or engine.statistics().running == 0:
-                pass
-            for _ in range(6):
+            for _ in range(8):
                 next(stream)
             engine.export("a", tmp_path / "file")
     with made() as engine:
@@ -250,6 +249,22 @@ def test_request_without_any_token_left_ends_alone(make_engine: EngineFactory) -
     assert [one.request_id for one in drained(engine)] == ["other"]
 
 
+def test_stuck_parser_fails_its_own_row() -> None:
+    """Its output, of whatever origin, is not of its form: the other row goes on."""
+    rows = RowState(2, 257, structured.Grammars(loaded_model("llama")))
+    for row, output in enumerate(([98], [122])):
+        rows.begin(
+            NewRow(row, f"{row}", np.array([1, 2, *output], np.int32), 2, SamplingParams(structured=FORMS["open"]))
+        )
+    every = np.arange(2, dtype=np.int32), np.array([3, 3]), np.full(2, NO_DRAFT)
+    masking = rows.begin_masks(every[0], every[2])
+    assert masking is not None
+    drawn, wrong = sample(torch.arange(257).repeat(2, 1).float(), rows.batch(*every, masking.result()))
+    assert drawn.tolist() == [ord("c"), 256]
+    assert [*wrong] == [1]
+    assert "the structured output cannot go on, simplify it: " in str(wrong[1])
+
+
 # -- schemas
 
 
@@ -305,6 +320,7 @@ def test_json_object_is_an_object(make_engine: EngineFactory) -> None:
         ("json_schema", '{"$ref": "https://example.com/a"}', "cannot be compiled, correct it: Resource"),
         ("json_schema", '{"type": "string", "format": "colour"}', "Unknown format: colour"),
         ("json_schema", '{"const": NaN}', "cannot be compiled, correct it: expected value"),
+        ("json_schema", '{"$ref": "#"}', "cannot be compiled, correct it: no output satisfies it"),
         ("grammar", "start: nothing", "cannot be compiled, correct it: .*unknown name"),
         ("grammar", "root ::= " + "(" * 5000, "cannot be compiled, correct it: Failed to convert"),
     ],
@@ -401,8 +417,10 @@ def test_masks_are_made_while_the_forward_runs(make_engine: EngineFactory, monke
 
     def run(step: Any, *given: Any) -> torch.Tensor:  # noqa: ANN401  # of _forward
         if step.samples.any():
-            waited.append(ready.wait(30))
+            if not ready.wait(30):
+                raise TimeoutError("no masks")
             ready.clear()
+            waited.append(True)
         return forward(step, *given)
 
     monkeypatch.setattr(engine.grammars, "masks", masked)

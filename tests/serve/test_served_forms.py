@@ -1,6 +1,7 @@
 """Structured outputs over HTTP: in OpenAI's names and in vLLM's, and what is rejected before a request is queued."""
 
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from serve_support import Served
 from hybridkv.request import SamplingParams, StructuredOutput
 from hybridkv.runner import Engine
 from hybridkv.runner.chat import chat_ids
+from hybridkv.runner.sampling.structured import Grammar, Grammars
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 SAID = [{"role": "user", "content": "Who?"}]
@@ -130,3 +132,19 @@ def test_form_that_cannot_be_is_rejected(llama: Served, path: str, body: dict[st
     before = llama.statistics
     assert said in llama.refused(path, 400, **BASES[path], **body)["message"]
     assert llama.statistics == before
+
+
+def test_form_is_compiled_outside_of_the_engine(llama: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first use of a form is in a thread for texts, before its request is queued."""
+    threads: dict[str, str] = {}
+    of = Grammars.of
+
+    def noted(self: Grammars, form: StructuredOutput | None) -> Grammar | None:
+        if form is not None:
+            threads.setdefault(form.text, threading.current_thread().name)
+        return of(self, form)
+
+    monkeypatch.setattr(Grammars, "of", noted)
+    for path, body in BASES.items():
+        llama.post(path, **body, structured_outputs={"regex": f"only for {path}"})
+    assert threads == dict.fromkeys([f"only for {path}" for path in BASES], "hybridkv-tokens")

@@ -43,8 +43,8 @@ class StructuredOutput:
             raise ConfigError(f"{name} may have {_MOST_CHARACTERS:,} characters, got {len(self.text):,}: shorten it")
         if self.kind == "choice":
             _ = self.choices
-        elif self.kind == "json_schema" and not isinstance(_parsed(name, self.text), dict | bool):
-            raise ConfigError(f"{name} must be a JSON object, true or false, got {shown(self.text)}")
+        elif self.kind == "json_schema" and not isinstance(_parsed(name, self.text), dict):
+            raise ConfigError(f"{name} must be a JSON object, got {shown(self.text)}")
 
     @property
     def choices(self) -> list[str]:

@@ -38,7 +38,7 @@ _OF_ROUTERS: Final = {"no_stop_trim": (False,), "return_hidden_states": (False,)
 
 Ids = Annotated[list[int], _FIRST]
 Prompts = str | Ids | Annotated[list[str], _FIRST] | Annotated[list[Ids], _FIRST]
-Schema = dict[str, Any] | bool
+Schema = dict[str, Any]
 _ALIASES: Final = ("json", "schema")
 """Names of fields whose attributes have other names, because those are methods of pydantic's."""
 

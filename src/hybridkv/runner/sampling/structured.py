@@ -10,6 +10,7 @@ after a preemption or a hand-over, makes its parser from all known tokens. llgui
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -106,7 +107,7 @@ class Grammars:
         self._loaded = loaded
         self._made: WeakValueDictionary[StructuredOutput, Grammar] = WeakValueDictionary()
         self._recent = deque[Grammar](maxlen=_KEPT)
-        self._executor = LLExecutor(1)
+        self._executor = LLExecutor(min(max((os.cpu_count() or 1) // 4, 1), 8))  # the forward needs the other cores
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hybridkv-masks")
 
     def of(self, form: StructuredOutput | None) -> Grammar | None:
@@ -198,7 +199,10 @@ def _settle(future: Future[Grammar], work: Callable[[], Grammar]) -> None:
 def _compiled(form: StructuredOutput, tokenizer: LLTokenizer) -> Grammar:
     try:
         made = LLMatcher(tokenizer, _grammar(form), log_level=0, limits=_LIMITS)
-        error = made.get_error()
+        first = made.deep_copy()
+        first.compute_bitmask()
+        dead = first.is_stopped() and not first.is_accepting()
+        error = made.get_error() or ("no output satisfies it" if dead else "")
     except ValueError as raised:  # a grammar in neither syntax
         error = str(raised)
     if error:
