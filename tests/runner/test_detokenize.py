@@ -10,6 +10,7 @@ from runner_support import BEGIN, PIECES, EngineFactory, fallback_tokenizer, gre
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from hybridkv.request import SamplingParams
 from hybridkv.runner import byte_tokenizer
 from hybridkv.runner.completion import Detokenizer
 from hybridkv.schedule import FinishReason
@@ -77,6 +78,21 @@ def taken_in(one: Detokenizer, tokens: Sequence[int]) -> str:
 @given(st.lists(st.integers(0, 256), max_size=120) | TEXTS.map(lambda text: list(text.encode())))
 def test_incremental_text_ends_as_the_decoded_whole(tokens: list[int]) -> None:
     assert taken_in(Detokenizer(LEVEL), tokens) == LEVEL.decode(tokens, skip_special_tokens=True)
+
+
+@BOTH
+def test_special_tokens_are_shown_unless_hidden(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokens = [97, SPECIAL, 98, SPECIAL]
+    assert taken_in(Detokenizer(tokenizer, hidden=(98,)), tokens) == tokenizer.decode([97, SPECIAL, SPECIAL])
+    assert taken_in(Detokenizer(tokenizer, hidden=(SPECIAL,)), tokens) == taken_in(Detokenizer(tokenizer), tokens)
+
+
+def test_end_token_is_never_part_of_the_text(make_engine: EngineFactory) -> None:
+    engine = make_engine(loaded_model("llama"), [[97, 98]], 4)
+    ends = SamplingParams(max_tokens=4, logit_bias={BYTES: 1e4}, skip_special_tokens=False)
+    for sampling in (ends, replace(ends, ignore_eos=True)):
+        (done,) = engine.generate([[97, 98]], sampling)
+        assert (set(done.token_ids), done.text) == ({BYTES}, "")
 
 
 @settings(max_examples=200, deadline=None)

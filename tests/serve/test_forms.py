@@ -10,6 +10,7 @@ from serve_support import LONGEST, PATH, Served, engine_of, serving
 from hybridkv.request import SamplingParams
 from hybridkv.runner import Engine
 from hybridkv.runner.chat import chat_ids
+from hybridkv.serve import ServeOptions
 from hybridkv.serve.bodies import CompletionBody
 from hybridkv.serve.errors import ApiError
 
@@ -284,7 +285,7 @@ def test_chat_logprobs_match_the_engine(llama: Served, alone: Engine) -> None:
 def test_chat_template_gets_messages_and_options() -> None:
     engine = engine_of("llama")
     engine.loaded.tokenizer.chat_template = TEMPLATE
-    with serving(engine) as served:
+    with serving(engine, ServeOptions(tool_call_parser="hermes")) as served:
 
         def rendered(*messages: dict[str, Any], **body: object) -> str:
             answer = served.post(CHAT, messages=messages, max_tokens=1, return_token_ids=True, **body)
@@ -396,7 +397,7 @@ BASES: dict[str, dict[str, Any]] = {CHAT: {"messages": SAID}, RESPONSES: {"input
         (CHAT, {"messages": [{"role": "king", "content": "a"}]}, "messages.0.role"),
         (CHAT, {"messages": [{"role": "user"}]}, "needs content"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "content"),
-        (CHAT, {"tools": [TOOL]}, "does not read 'tools'"),
+        (CHAT, {"tools": [TOOL]}, "how tiny:llama writes calls is not known: start the server with --tool-call-parser"),
         (CHAT, {"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
         (CHAT, {"chat_template_kwargs": {"enable_thinking": False}}, "does not read 'enable_thinking'"),
         (CHAT, {"chat_template_kwargs": {"chat_template": "x"}}, "chat_template"),

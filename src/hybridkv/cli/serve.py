@@ -74,6 +74,16 @@ def serve_command(
         metavar="ORIGIN",
         show_default=False,
     ),
+    tool_call_parser: str | None = request_option(
+        "Format of the model's calls of tools, in vLLM's names; none leaves them in the text.",
+        metavar="NAME",
+        show_default="that of the tokenizer",
+    ),
+    reasoning_parser: str | None = request_option(
+        "Format of the model's reasoning, in vLLM's names; none leaves it in the text.",
+        metavar="NAME",
+        show_default="that of the tokenizer",
+    ),
     header_timeout: float = request_option(
         "Time for the headers of a request to arrive, in seconds.", metavar="SECONDS", default=10.0
     ),
@@ -137,7 +147,16 @@ def serve_command(
 
     keys = None if api_key_file is None else ApiKeys.read(api_key_file)
     hosts = [*(allow_host or ()), *([host] if host and not is_address(host) else ())]
-    served = ServeOptions(served_model_name, max_waiting, keys, metrics_prefix, hosts, allow_origin or ())
+    served = ServeOptions(
+        served_model_name,
+        max_waiting,
+        keys,
+        metrics_prefix,
+        hosts,
+        allow_origin or (),
+        tool_call_parser,
+        reasoning_parser,
+    )
     limits = ConnectionLimits(header_timeout, body_timeout, parse_bytes(body_memory), grace)
     options = stepping.engine_options(
         kv_events=kv_events is not None, remembered_losses=REMEMBERED if explain else 0, block_times=block_times

@@ -65,6 +65,7 @@ class SamplingParams:
             logits. They may be called for proposed tokens that are then rejected, and again for the same ones, so the
             result must depend on the arguments only. They stay in this process.
         structured: The form of the output; ``None`` for any. Once nothing can follow, the output ends.
+        skip_special_tokens: Leave special tokens out of the text; the model's end tokens are never part of it.
     """
 
     temperature: float = 0.0
@@ -87,6 +88,7 @@ class SamplingParams:
     bad_words: tuple[Word, ...] = ()
     logits_processors: tuple[LogitsProcessor, ...] = ()
     structured: StructuredOutput | None = None
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         for name, (kind, least, most, rule) in _NUMBERS.items():
@@ -103,6 +105,7 @@ class SamplingParams:
                 f"temperature must be 0 (greedy), or {_LEAST_TEMPERATURE} or more, got {self.temperature}"
             )
         check_fields(self, flag, "ignore_eos")
+        check_fields(self, flag, "skip_special_tokens")
         if self.structured is not None:
             check_fields(self, checked_structured, "structured")
         for name, check in _LISTS.items():

@@ -47,7 +47,8 @@ class Completion:
         request_id: its id; output i > 0 of a request with ``n`` outputs has an id of its own.
         prompt_token_ids: the prompt.
         token_ids: the output, including the stop token or the tokens of the stop string.
-        text: the decoded output without special tokens, cut before the stop string; None without a tokenizer.
+        text: the decoded output without special tokens, unless they are asked for, cut before the stop string; None
+            without a tokenizer.
         finish_reason: why the output ended.
         hit_tokens: prompt tokens found in the cache at the first admission.
         computed_tokens: all tokens that ran for it, including recomputed ones and drafts.
@@ -117,10 +118,17 @@ class Detokenizer:
         tokenizer: has ``decode(ids, skip_special_tokens=)``.
         stop: strings that end the output, if they end after the text of its first ``min_tokens`` tokens.
         min_tokens: output tokens before a stop string counts.
+        hidden: tokens that are not part of the text; None for all special tokens.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), min_tokens: int = 0) -> None:  # noqa: ANN401  # transformers' tokenizers share no typed base
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: Any,  # noqa: ANN401  # transformers' tokenizers share no typed base
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
+        hidden: Sequence[int] | None = None,
+    ) -> None:
+        self._tokenizer, self._hidden = tokenizer, hidden
         self._stop = tuple(one for one in stop if one)
         self._longest = max((len(one) for one in self._stop), default=0)
         self._min_tokens, self._unstopped = min_tokens, 0  # _unstopped: characters of the first min_tokens tokens
@@ -137,7 +145,8 @@ class Detokenizer:
             if self.stopped:
                 break
             self.num_tokens += 1
-            self._window.append(token)
+            if self._hidden is None or token not in self._hidden:
+                self._window.append(token)
             if not self._ends_inside_a_character():
                 self._show()
             if self.num_tokens <= self._min_tokens:
@@ -210,7 +219,7 @@ class Detokenizer:
             self.stopped = True
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=self._hidden is None)
         return text
 
 
@@ -255,7 +264,8 @@ class Progress:
     def __post_init__(self, tokenizer: Any) -> None:  # noqa: ANN401  # transformers' tokenizers share no typed base
         params = self.request.sampling
         if tokenizer is not None:
-            self.detokenizer = Detokenizer(tokenizer, params.stop, params.min_tokens)
+            hidden = None if params.skip_special_tokens else self.request.eos_token_ids
+            self.detokenizer = Detokenizer(tokenizer, params.stop, params.min_tokens, hidden)
 
     def note_start(self) -> None:
         """Note that a step with this request was scheduled, for the first time or after a preemption."""

@@ -33,7 +33,7 @@ _FIRST: Final = Field(fail_fast=True)
 _SOME: Final = Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
 _MOST_BIASED: Final = 1 << 12
 
-_OF_ROUTERS: Final = {"no_stop_trim": (False,), "return_hidden_states": (False,), "skip_special_tokens": (True,)}
+_OF_ROUTERS: Final = {"no_stop_trim": (False,), "return_hidden_states": (False,)}
 """Neutral values that vllm-router adds to every body that it sends on."""
 
 Ids = Annotated[list[int], _FIRST]
@@ -251,6 +251,7 @@ class SamplingBody(Body):
     seed: int | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=_MOST_STOPS, fail_fast=True)] | None = None
     stop_token_ids: Annotated[Ids, Field(max_length=_MOST_STOP_IDS)] | None = None
+    skip_special_tokens: bool | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     structured_outputs: StructuredBody | None = None
@@ -415,13 +416,18 @@ class ToolCall(Body):
 
 
 class ChatMessage(Body):
-    """One message. ``content`` is text or a list of parts, and may be missing if an assistant only called tools."""
+    """One message. ``content`` is text or a list of parts, and may be missing if an assistant only called tools.
+
+    ``reasoning`` and ``reasoning_content`` are two names of the same; the chat template gets both.
+    """
 
     says_nothing = {"refusal": (), "audio": (), "annotations": ([],), "function_call": ()}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], _FIRST] | None = None
     name: Text | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
     tool_calls: Annotated[list[ToolCall], _FIRST] | None = None
     tool_call_id: str | None = None
 
@@ -454,7 +460,7 @@ class TemplateBody(Body):
     """The inputs of the tokenizer's chat template besides messages.
 
     Attributes:
-        tools: passed to the template, unless tool_choice is "none"; a call in the answer is part of its text.
+        tools: passed to the template, unless tool_choice is "none".
         chat_template_kwargs: variables of the template, such as enable_thinking.
     """
 
@@ -467,13 +473,14 @@ class ChatBody(ChoicesBody, TemplateBody):
     """The body of /v1/chat/completions.
 
     Attributes:
+        parallel_tool_calls: false for at most one call; further ones are left out.
+        include_reasoning: false to leave reasoning out of the answer.
         logprobs: return the log probability of each output token.
         top_logprobs: how many of the most probable tokens to return with it.
     """
 
     says_nothing = {
         "modalities": (["text"],),
-        "parallel_tool_calls": (True,),
         "service_tier": ("auto", "default"),
         "store": (False,),
         "user": (),
@@ -482,14 +489,25 @@ class ChatBody(ChoicesBody, TemplateBody):
         "echo": (False,),
         "separate_reasoning": (True,),
         "stream_reasoning": (True,),
-        "include_reasoning": (True,),
         **_OF_ROUTERS,
     }
 
     messages: Annotated[list[ChatMessage], _SOME]
     max_completion_tokens: int | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+
+    @property
+    def calls_tools(self) -> bool:
+        """Whether the answer may call tools."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def parameters(self) -> dict[str, dict[str, Any]]:
+        """The JSON schema of each function's parameters, by name."""
+        return {one.function.name: one.function.parameters or {} for one in self.tools or ()}
 
     @property
     def most_tokens(self) -> int | None:

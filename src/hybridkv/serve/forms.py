@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Final, Literal, NotRequired
 
 from starlette.requests import Request
@@ -21,11 +22,15 @@ from hybridkv.errors import ConfigError
 from hybridkv.runner.completion import Completion, Increment
 from hybridkv.runner.sampling.draws import TokenLogprob
 from hybridkv.schedule import FinishReason
+from hybridkv.serve.answers import AnswerParser, Call, Part
 from hybridkv.serve.bodies import ChatBody, ChoicesBody, CompletionBody, ResponseBody, StreamOptions, TemplateBody
+from hybridkv.serve.formats import Formats, ReasoningFormat
 from hybridkv.serve.front import Front, TokenTexts
 from hybridkv.serve.generation import Asked, event
 
 DEFAULT_MAX_TOKENS: Final = 16
+_MOST_MARK_TOKENS: Final = 64
+"""Tokens at the end of a prompt that hold any mark, and white space after it."""
 LEAST: Final = -9999.0
 """The log probability of an impossible token: JSON has no infinity."""
 DONE: Final = event("[DONE]")
@@ -60,11 +65,17 @@ async def ask_completion(front: Front, body: CompletionBody, request: Request) -
 async def ask_chat(front: Front, body: ChatBody, request: Request) -> Asked:
     """Return the request for ``body``. Raises as ``ask_completion``."""
     salt = front.salt(request, body)
+    if body.calls_tools and front.formats.calls is None:
+        raise ConfigError(
+            f"how {front.name} writes calls is not known: start the server with --tool-call-parser, or set tool_choice "
+            "to none"
+        )
     prompts = [await front.tokens.conversation(request, body.messages, body)]
     sampling = body.sampling(
         front.most_tokens(prompts, body.most_tokens),
         n=body.n,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        **_marks_shown(_formats(front, body)),
     )
     await front.compile(request, sampling.structured)
     return Asked(f"chatcmpl-{uuid.uuid4().hex}", prompts, sampling, salt, body.said_hints)
@@ -77,6 +88,16 @@ async def ask_response(front: Front, body: ResponseBody, request: Request) -> As
     sampling = body.sampling(front.most_tokens(prompts, body.max_output_tokens))
     await front.compile(request, sampling.structured)
     return Asked(f"resp_{uuid.uuid4().hex}", prompts, sampling, salt, body.said_hints)
+
+
+def _formats(front: Front, body: ChatBody) -> Formats:
+    """Return the formats in which the answer to ``body`` is read."""
+    return Formats(front.formats.calls if body.calls_tools else None, front.formats.reasoning)
+
+
+def _marks_shown(formats: Formats) -> dict[str, bool]:
+    """Return the sampling for text with the marks of ``formats``, which may be special tokens."""
+    return {} if formats == Formats(None, None) else {"skip_special_tokens": False}
 
 
 # log probabilities: columns for completions, a record a token for chats
@@ -217,19 +238,41 @@ class CompletionAnswer(Choices):
     choices: list[CompletionChoice]
 
 
-class Message(TypedDict):
-    """The assistant's message; calls of tools are part of its text."""
+class CalledFunction(TypedDict, total=False):
+    """The function of a call; ``arguments`` are JSON. The new part of a call has no name after the first."""
 
-    role: Literal["assistant"]
-    content: str
-    refusal: None
+    name: str
+    arguments: str
+
+
+class CalledTool(TypedDict, total=False):
+    """A call; in a stream with its ``index``, and with id and type in its first part only."""
+
+    index: int
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
 
 
 class Delta(TypedDict, total=False):
-    """The new part of a message."""
+    """The new part of a message. ``reasoning`` and ``reasoning_content`` are two names of the same."""
 
     role: Literal["assistant"]
     content: str
+    reasoning: str
+    reasoning_content: str
+    tool_calls: list[CalledTool]
+
+
+class Message(TypedDict):
+    """The assistant's message; ``content`` is null if there are only calls."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning: NotRequired[str]
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[CalledTool]]
 
 
 class ChatChoice(Choice):
@@ -270,11 +313,8 @@ class ChoicesForm:
     def part(self, choice: int, new: Increment) -> Iterable[bytes]:
         """Yield the new part of an output, unless it is empty, such as a part of a character."""
         choice_fields = self._choice(choice, new)
-        if (
-            new.text
-            or any(choice_fields.get(name) for name in ("text", "finish_reason", "logprobs"))
-            or "token_ids" in choice_fields
-        ):
+        says = any(choice_fields.get(name) for name in ("text", "delta", "finish_reason", "logprobs"))
+        if says or "token_ids" in choice_fields:
             yield event(self._chunk(choice_fields))
 
     def end(self) -> Iterable[bytes]:
@@ -386,8 +426,19 @@ class ChatForm(ChoicesForm):
 
     def __init__(self, front: Front, body: ChatBody, asked: Asked) -> None:
         super().__init__(front, body, asked)
-        last = asked.prompts[0][-1]
-        self._writers = [RecordWriter(self._texts, last) for _ in range(asked.sampling.n)]
+        prompt, formats = asked.prompts[0], _formats(front, body)
+        self._writers = [RecordWriter(self._texts, prompt[-1]) for _ in range(asked.sampling.n)]
+        self._shows_reasoning = body.include_reasoning is not False
+        self._parsers = [
+            AnswerParser(
+                formats.calls,
+                formats.reasoning,
+                body.parameters,
+                inside=_begins_reasoning(front, formats.reasoning, prompt),
+                parallel=body.parallel_tool_calls is not False,
+            )
+            for _ in range(asked.sampling.n)
+        ]
 
     def begin(self) -> Iterable[bytes]:
         """Yield the role of every output."""
@@ -408,15 +459,48 @@ class ChatForm(ChoicesForm):
     def _choice(self, number: int, new: Increment | Completion) -> dict[str, Any]:
         self._output_tokens += len(new.token_ids)
         made: dict[str, Any] = {"index": number}
-        if isinstance(new, Completion):
-            made["message"] = {"role": "assistant", "content": new.text or "", "refusal": None}
+        parser, whole = self._parsers[number], isinstance(new, Completion)
+        part = parser.feed(new.text or "", ended=new.finish_reason is not None)
+        said = _said(part if self._shows_reasoning else replace(part, reasoning=""), whole=whole)
+        if whole:
+            content = part.content or (None if part.calls else "")
+            made["message"] = {"role": "assistant", "content": content, "refusal": None} | said
         else:
-            made["delta"] = {"content": new.text} if new.text else {}
+            made["delta"] = said
         made["logprobs"] = None if new.logprobs is None else self._writers[number].output(new.logprobs)
-        made["finish_reason"] = self._ended(number, new)
+        ended = self._ended(number, new)
+        made["finish_reason"] = "tool_calls" if ended == FinishReason.STOP and parser.called else ended
         if self._returns_ids:
             made["token_ids"] = list(new.token_ids)
         return made
+
+
+def _begins_reasoning(front: Front, reasoning: ReasoningFormat | None, prompt: Sequence[int]) -> bool:
+    """Return whether ``prompt`` ends with the beginning of reasoning."""
+    if reasoning is None:
+        return False
+    last = list(prompt[-_MOST_MARK_TOKENS:])
+    return str(front.loaded.tokenizer.decode(last, skip_special_tokens=False)).rstrip().endswith(reasoning.start)
+
+
+def _said(part: Part, *, whole: bool) -> Delta:
+    """Return the fields of a new part; a call of a ``whole`` message has no index."""
+    said: Delta = {}
+    if part.reasoning:
+        said["reasoning"] = said["reasoning_content"] = part.reasoning
+    if part.content:
+        said["content"] = part.content
+    if part.calls:
+        said["tool_calls"] = [_called(one, whole=whole) for one in part.calls]
+    return said
+
+
+def _called(call: Call, *, whole: bool) -> CalledTool:
+    made: CalledTool = {} if whole else {"index": call.index}
+    if call.id is None or call.name is None:
+        return made | {"function": {"arguments": call.arguments}}
+    function: CalledFunction = {"name": call.name, "arguments": call.arguments}
+    return made | {"id": call.id, "type": "function", "function": function}
 
 
 # responses

@@ -37,6 +37,7 @@ from hybridkv.runner.load import LoadedModel
 from hybridkv.runner.pooling import Embedder
 from hybridkv.serve.bodies import ChatMessage, EmbeddingBody, SamplingBody, TemplateBody
 from hybridkv.serve.errors import ApiError, ClientGoneError, leaves
+from hybridkv.serve.formats import Formats
 from hybridkv.serve.gates import ApiKeys, host_name, origin, tenant_of
 from hybridkv.serve.metrics import PREFIX, Live, RequestMetrics, metrics_prefix
 from hybridkv.serve.text_bound import TextBound
@@ -64,6 +65,9 @@ class ServeOptions:
         allow_hosts: names in Host that a server without keys answers to, in addition to private names; "*" for any
             name.
         allow_origins: origins of pages that may use the server from a browser, such as https://app.example.
+        tool_call_parser: how the model writes calls of tools: a name in ``formats.CALLS``, or "none"; None to choose by
+            its tokenizer.
+        reasoning_parser: how it marks reasoning, in the same way: a name in ``formats.REASONING``.
 
     Raises:
         ConfigError: a value is invalid.
@@ -75,6 +79,8 @@ class ServeOptions:
     metrics_prefix: str = PREFIX
     allow_hosts: Sequence[str] = ()
     allow_origins: Sequence[str] = ()
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, or_none(text), "name")
@@ -127,6 +133,7 @@ class Front:
         self.engine, self.options = AsyncEngine(engine, events=events), options
         self.loaded = engine.loaded
         self.name = options.name or engine.loaded.name
+        self.formats = Formats.of(engine.loaded.tokenizer, options.tool_call_parser, options.reasoning_parser)
         self.max_model_len = engine.plan.max_model_len
         self.places = Places(engine.options.max_running + options.max_waiting)
         self.tokens = Tokens(engine.loaded, engine.plan.max_model_len)
@@ -450,11 +457,16 @@ def _grouped(prompts: Iterable[str | list[int]]) -> Iterator[list[str | list[int
 
 
 def _message(given: ChatMessage) -> dict[str, Any]:
-    """Return a message for chat templates: content as one text, developer as system, call arguments as objects."""
+    """Return a message for chat templates: content as one text, developer as system, call arguments as objects.
+
+    Reasoning has both of its names, because templates differ.
+    """
     made, content = given.model_dump(exclude_none=True), given.content
     if given.role == "developer":
         made["role"] = "system"
     made["content"] = "\n".join(one.text for one in content) if isinstance(content, list) else content or ""
+    if reasoning := given.reasoning or given.reasoning_content:
+        made["reasoning"] = made["reasoning_content"] = reasoning
     if not given.tool_calls:
         made.pop("tool_calls", None)
     for call in made.get("tool_calls", ()):

@@ -269,6 +269,7 @@ class SamplingMessage(_Part):
     bad_words: Annotated[tuple[TokenIds, ...], Listed]
     logits_processors: tuple[()]
     structured: StructuredMessage | None
+    skip_special_tokens: bool
 
     def __post_init__(self) -> None:
         if seed_bytes(int.from_bytes(self.seed, "little", signed=True)) != self.seed:

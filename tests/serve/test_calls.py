@@ -1,0 +1,195 @@
+"""Chats with tools and reasoning, as OpenAI's own client reads them. The model is made to write a given answer."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from openai import OpenAI
+from serve_support import Served, engine_of, serving
+
+from hybridkv.request import SamplingParams
+from hybridkv.serve import ServeOptions
+from hybridkv.serve.bodies import SamplingBody
+
+CHAT = "/v1/chat/completions"
+USER = {"role": "user", "content": "a"}
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {"at": {}}}}},
+    {"type": "function", "function": {"name": "wait"}},
+]
+TEMPLATE = (
+    "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
+    "{% for one in messages %}{{ one.role }}: {{ one.content }}"
+    "{% if one.reasoning_content %}({{ one.reasoning_content }}/{{ one.reasoning }}){% endif %}; {% endfor %}"
+    "{% if enable_thinking %}<think>\n{% endif %}{# </think> <tool_call> #}"
+)
+CALLED = (
+    'Let me see.\n<tool_call>\n{"name": "look", "arguments": {"at": "the \\"sea\\""}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "wait", "arguments": {}}\n</tool_call>'
+)
+END = 256
+
+
+class Script:
+    """What the model of a server writes."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def __call__(self, output: Any, logits: torch.Tensor) -> torch.Tensor:  # noqa: ANN401  # ids in any form
+        tokens = [*self.text.encode(), END]
+        forced = torch.full_like(logits, -1e9)
+        forced[..., tokens[min(len(output), len(tokens) - 1)]] = 0.0
+        return forced
+
+
+@contextmanager
+def scripted(script: Script, template: str = TEMPLATE, options: ServeOptions | None = None) -> Iterator[Served]:
+    """A server whose model writes ``script``."""
+    engine = engine_of("llama")
+    engine.loaded.tokenizer.chat_template = template
+    sampling = SamplingBody.sampling
+
+    def forced(body: SamplingBody, most: int, **more: Any) -> SamplingParams:  # noqa: ANN401  # as the original
+        return replace(sampling(body, most, **more), logits_processors=(script,))
+
+    with pytest.MonkeyPatch.context() as patch, serving(engine, options) as served:
+        patch.setattr(SamplingBody, "sampling", forced)
+        yield served
+
+
+@pytest.fixture(scope="module")
+def script() -> Script:
+    return Script()
+
+
+@pytest.fixture(scope="module")
+def server(script: Script) -> Iterator[Served]:
+    with scripted(script) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def client(server: Served) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as one:
+        yield one
+
+
+def streamed(server: Served, **body: object) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The message that the deltas of a stream make, and the deltas."""
+    with server.client.stream("POST", CHAT, json={**body, "stream": True}) as answer:
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    choices = [json.loads(line)["choices"][0] for line in lines[:-1]]
+    made: dict[str, Any] = {"content": "", "finish_reason": choices[-1]["finish_reason"], "tool_calls": []}
+    for one in choices:
+        for name in ("content", "reasoning", "reasoning_content"):
+            if name in one["delta"]:
+                made[name] = made.get(name, "") + one["delta"][name]
+        for call in one["delta"].get("tool_calls", ()):
+            if "id" in call:
+                assert call["index"] == len(made["tool_calls"])
+                made["tool_calls"].append({"id": call["id"], "type": call["type"], "function": {**call["function"]}})
+            else:
+                assert set(call) == {"index", "function"}
+                assert set(call["function"]) == {"arguments"}
+                made["tool_calls"][call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+    return made, [one["delta"] for one in choices]
+
+
+def test_calls_are_read_whole_and_streamed(server: Served, script: Script, client: Any) -> None:  # noqa: ANN401  # takes plain dictionaries
+    script.text = CALLED
+    whole = client.chat.completions.create(model="tiny:llama", messages=[USER], tools=TOOLS, n=2)
+    for choice in whole.choices:
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me see.")
+        called = [(one.function.name, json.loads(one.function.arguments)) for one in choice.message.tool_calls]
+        assert called == [("look", {"at": 'the "sea"'}), ("wait", {})]
+    ids = [one.id for choice in whole.choices for one in choice.message.tool_calls]
+    assert len(set(ids)) == 4
+    made, deltas = streamed(server, messages=[USER], tools=TOOLS)
+    assert (made["content"], made["finish_reason"]) == ("Let me see.", "tool_calls")
+    assert [one["function"] for one in made["tool_calls"]] == [
+        {"name": "look", "arguments": '{"at": "the \\"sea\\""}'},
+        {"name": "wait", "arguments": "{}"},
+    ]
+    pieces = [one for delta in deltas for one in delta.get("tool_calls", ())]
+    assert len(pieces) > 10  # arguments come as they are written
+    with client.chat.completions.stream(model="tiny:llama", messages=[USER], tools=TOOLS) as events:
+        final = events.get_final_completion().choices[0].message
+    assert [one.function.arguments for one in final.tool_calls] == ['{"at": "the \\"sea\\""}', "{}"]
+
+
+def test_conversation_continues_after_a_call(server: Served, script: Script) -> None:
+    script.text = CALLED
+    message = server.post(CHAT, messages=[USER], tools=TOOLS)["choices"][0]["message"]
+    answers = [{"role": "tool", "tool_call_id": one["id"], "content": "blue"} for one in message["tool_calls"]]
+    script.text = "It is blue."
+    said = [USER, {**message, "reasoning": "hm"}, *answers]
+    answer = server.post(CHAT, messages=said, tools=TOOLS, return_token_ids=True)
+    assert answer["choices"][0]["message"]["content"] == "It is blue."
+    assert (
+        bytes(answer["prompt_token_ids"]).decode()
+        == "[look][wait]user: a; assistant: Let me see.(hm/hm); tool: blue; tool: blue; "
+    )
+
+
+def test_parallel_calls_may_be_switched_off(server: Served, script: Script) -> None:
+    script.text = CALLED
+    for made in (
+        server.post(CHAT, messages=[USER], tools=TOOLS, parallel_tool_calls=False)["choices"][0]["message"],
+        streamed(server, messages=[USER], tools=TOOLS, parallel_tool_calls=False)[0],
+    ):
+        assert [one["function"]["name"] for one in made["tool_calls"]] == ["look"]
+
+
+def test_calls_without_tools_are_content(server: Served, script: Script) -> None:
+    script.text = CALLED
+    for body in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        (choice,) = server.post(CHAT, messages=[USER], **body)["choices"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (CALLED, "stop")
+        assert "tool_calls" not in choice["message"]
+
+
+def test_call_that_is_cut_off_is_passed_on(server: Served, script: Script) -> None:
+    script.text = CALLED
+    (choice,) = server.post(CHAT, messages=[USER], tools=TOOLS, max_tokens=70)["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["arguments"] == CALLED[CALLED.index('{"at"') : 70]
+    assert choice["finish_reason"] == "length"
+
+
+def test_reasoning_is_separated(server: Served, script: Script) -> None:
+    script.text = "<think>\nHm, hm.\n</think>\n\nYes."
+    for made in (server.post(CHAT, messages=[USER])["choices"][0]["message"], streamed(server, messages=[USER])[0]):
+        assert (made["content"], made["reasoning"], made["reasoning_content"]) == ("Yes.", "Hm, hm.", "Hm, hm.")
+    for made in (
+        server.post(CHAT, messages=[USER], include_reasoning=False)["choices"][0]["message"],
+        streamed(server, messages=[USER], include_reasoning=False)[0],
+    ):
+        assert made["content"] == "Yes."
+        assert "reasoning" not in made
+
+
+def test_reasoning_that_the_prompt_begins_is_separated(server: Served, script: Script) -> None:
+    script.text = "Hm.\n</think>\n\n" + CALLED
+    asked: dict[str, Any] = {"messages": [USER], "tools": TOOLS, "chat_template_kwargs": {"enable_thinking": True}}
+    for made in (server.post(CHAT, **asked)["choices"][0]["message"], streamed(server, **asked)[0]):
+        assert (made["content"], made["reasoning_content"]) == ("Let me see.", "Hm.")
+        assert len(made["tool_calls"]) == 2
+    script.text = "No end"
+    (choice,) = server.post(CHAT, **asked)["choices"]
+    assert (choice["message"]["content"], choice["message"]["reasoning_content"]) == ("", "No end")
+
+
+def test_tools_in_an_unknown_format_are_rejected(script: Script) -> None:
+    script.text = CALLED
+    plain = TEMPLATE.replace("<tool_call>", "").replace("</think>", "")
+    with scripted(script, plain) as served:
+        said = served.refused(CHAT, 400, messages=[USER], tools=TOOLS)["message"]
+        assert "how tiny:llama writes calls is not known: start the server with --tool-call-parser" in said
+        assert served.post(CHAT, messages=[USER], tools=TOOLS, tool_choice="none")["choices"]
+    with scripted(script, plain, ServeOptions(tool_call_parser="hermes", reasoning_parser="none")) as served:
+        assert len(served.post(CHAT, messages=[USER], tools=TOOLS)["choices"][0]["message"]["tool_calls"]) == 2
