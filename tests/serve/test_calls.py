@@ -193,3 +193,86 @@ def test_tools_in_an_unknown_format_are_rejected(script: Script) -> None:
         assert served.post(CHAT, messages=[USER], tools=TOOLS, tool_choice="none")["choices"]
     with scripted(script, plain, ServeOptions(tool_call_parser="hermes", reasoning_parser="none")) as served:
         assert len(served.post(CHAT, messages=[USER], tools=TOOLS)["choices"][0]["message"]["tool_calls"]) == 2
+
+
+CLOSED = {"type": "object", "additionalProperties": False}
+POINT = {**CLOSED, "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["x"]}
+FORCED: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": name, "parameters": parameters}}
+    for name, parameters in {
+        "go": {
+            **CLOSED,
+            "properties": {"to": {"$ref": "#/$defs/Point"}},
+            "required": ["to"],
+            "$defs": {"Point": POINT},
+        },
+        "say": {**CLOSED, "properties": {"word": {"enum": ["yes", "no"]}}, "required": ["word"]},
+        "stop": None,
+    }.items()
+]
+CHECKS: dict[str, Any] = {
+    "go": lambda given: isinstance(given.pop("to")["x"], int),
+    "say": lambda given: given.pop("word") in ("yes", "no"),
+    "stop": lambda given: given == {},
+}
+
+
+@pytest.fixture(scope="module")
+def free() -> Iterator[Served]:
+    """A server whose model writes what it likes."""
+    engine = engine_of("llama")
+    engine.loaded.tokenizer.chat_template = TEMPLATE.replace("<tool_call>", "")
+    with serving(engine) as served:
+        yield served
+
+
+@pytest.mark.parametrize("choice", ["required", "go", "say", "stop"])
+def test_forced_calls_have_valid_arguments(free: Served, choice: str) -> None:
+    named = choice if choice == "required" else {"type": "function", "function": {"name": choice}}
+    for seed in range(6):
+        body: dict[str, Any] = {
+            "messages": [USER],
+            "tools": FORCED,
+            "tool_choice": named,
+            "seed": seed,
+            "max_tokens": 300,
+        }
+        if seed % 2:
+            body["parallel_tool_calls"] = False
+        if seed > 2:
+            body["chat_template_kwargs"] = {"enable_thinking": True}
+        (made,) = free.post(CHAT, **body, return_token_ids=True)["choices"]
+        message = made["message"]
+        assert (made["finish_reason"], message["content"]) == ("tool_calls", None), made
+        for call in message["tool_calls"]:
+            assert choice in ("required", call["function"]["name"])
+            given = json.loads(call["function"]["arguments"])
+            assert CHECKS[call["function"]["name"]](given), call
+        if choice != "required" or seed % 2:
+            assert len(message["tool_calls"]) == 1
+            assert bytes(made["token_ids"][:-1]).count(b'"name"') == (choice == "required")  # none is written in vain
+        told, _ = streamed(free, **body)
+        wanted = [one["function"] for one in message["tool_calls"]]
+        assert ([one["function"] for one in told["tool_calls"]], told["content"]) == (wanted, "")
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"tool_choice": "required"}, "tool_choice forces a call of a function, which is not in tools"),
+        ({"tools": FORCED, "tool_choice": {"type": "function", "function": {"name": "fly"}}}, "a call of fly"),
+        ({"tools": FORCED, "tool_choice": "required", "structured_outputs": {"regex": "a"}}, "leave one of them out"),
+        ({"tools": [FORCED[0], {**FORCED[0], "function": {"name": "g", "parameters": {"$defs": {"Point": {}}}}}],
+          "tool_choice": "required"}, "two tools define 'Point' in their $defs"),
+        ({"tools": FORCED, "tool_choice": "any"}, "tool_choice"),
+    ],
+)  # fmt: skip
+def test_forced_call_that_cannot_be_is_rejected(free: Served, body: dict[str, Any], said: str) -> None:
+    assert said in free.refused(CHAT, 400, messages=[USER], **body)["message"]
+
+
+def test_structured_output_is_content_though_the_prompt_begins_reasoning(free: Served) -> None:
+    thinks = {"chat_template_kwargs": {"enable_thinking": True}, "structured_outputs": {"choice": ["yes", "no"]}}
+    (made,) = free.post(CHAT, messages=[USER], **thinks)["choices"]
+    assert made["message"]["content"] in ("yes", "no")
+    assert "reasoning" not in made["message"]

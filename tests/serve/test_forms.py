@@ -398,7 +398,7 @@ BASES: dict[str, dict[str, Any]] = {CHAT: {"messages": SAID}, RESPONSES: {"input
         (CHAT, {"messages": [{"role": "user"}]}, "needs content"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "content"),
         (CHAT, {"tools": [TOOL]}, "how tiny:llama writes calls is not known: start the server with --tool-call-parser"),
-        (CHAT, {"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+        (CHAT, {"tools": [TOOL], "tool_choice": "required"}, "does not read 'tools'"),
         (CHAT, {"chat_template_kwargs": {"enable_thinking": False}}, "does not read 'enable_thinking'"),
         (CHAT, {"chat_template_kwargs": {"chat_template": "x"}}, "chat_template"),
         (CHAT, {"top_logprobs": 2}, "top_logprobs need logprobs"),

@@ -456,16 +456,30 @@ class Tool(Body):
     function: FunctionTool
 
 
+class NamedFunction(Body):
+    """The name of a function."""
+
+    name: Text
+
+
+class NamedChoice(Body):
+    """The function that is called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
 class TemplateBody(Body):
     """The inputs of the tokenizer's chat template besides messages.
 
     Attributes:
         tools: passed to the template, unless tool_choice is "none".
+        tool_choice: "auto" lets the model choose, "required" or the name of a function force a call.
         chat_template_kwargs: variables of the template, such as enable_thinking.
     """
 
     tools: Annotated[list[Tool], _FIRST] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedChoice | None = None
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
 
 
@@ -500,9 +514,27 @@ class ChatBody(ChoicesBody, TemplateBody):
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
 
     @property
-    def calls_tools(self) -> bool:
-        """Whether the answer may call tools."""
-        return bool(self.tools) and self.tool_choice != "none"
+    def may_call(self) -> bool:
+        """Whether the model chooses if it calls tools."""
+        return bool(self.tools) and self.tool_choice in (None, "auto")
+
+    @property
+    def called(self) -> str | None:
+        """The function that tool_choice names."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedChoice) else None
+
+    @property
+    def format_(self) -> StructuredOutput | None:
+        """The form of calls that are forced, or the form of the output. ConfigError if there is no such function."""
+        if self.called is None and self.tool_choice != "required":
+            return super().format_
+        offered = {one.function.name: _arguments_schema(one.function) for one in self.tools or ()}
+        if not offered or self.called not in (None, *offered):
+            raise ConfigError(
+                f"tool_choice forces a call of {self.called or 'a function'}, which is not in tools: add it"
+            )
+        schema = offered[self.called] if self.called else _calls_schema(offered, self.parallel_tool_calls)
+        return StructuredOutput("json_schema", json.dumps(schema))
 
     @property
     def parameters(self) -> dict[str, dict[str, Any]]:
@@ -524,6 +556,31 @@ class ChatBody(ChoicesBody, TemplateBody):
                 f"top_logprobs need logprobs: set it to true, or leave out top_logprobs {self.top_logprobs}"
             )
         return self
+
+
+def _arguments_schema(function: FunctionTool) -> dict[str, Any]:
+    """Return the schema of a function's arguments. A function without parameters takes no arguments."""
+    given = function.parameters
+    return {**({"additionalProperties": False} if given is None else given), "type": "object"}
+
+
+def _calls_schema(offered: Mapping[str, dict[str, Any]], parallel: bool | None) -> dict[str, Any]:  # private
+    """Return the schema of a list of calls. Definitions move to its top, where references look for them.
+
+    Raises ConfigError for two definitions of one name.
+    """
+    shared: dict[str, dict[str, Any]] = {"$defs": {}, "definitions": {}}
+    calls = []
+    for name, arguments in offered.items():
+        for place, known in shared.items():
+            found = arguments.pop(place, {})
+            for defined in found if isinstance(found, dict) else ():
+                if known.setdefault(defined, found[defined]) != found[defined]:
+                    raise ConfigError(f"two tools define {defined!r} in their {place}: rename one of them")
+        fields = {"name": {"enum": [name]}, "arguments": arguments}
+        calls.append({"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False})
+    most = {"maxItems": 1} if parallel is False else {}
+    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, **shared}
 
 
 class TokenizeBody(TemplateBody):

@@ -24,7 +24,7 @@ from hybridkv.runner.sampling.draws import TokenLogprob
 from hybridkv.schedule import FinishReason
 from hybridkv.serve.answers import AnswerParser, Call, Part
 from hybridkv.serve.bodies import ChatBody, ChoicesBody, CompletionBody, ResponseBody, StreamOptions, TemplateBody
-from hybridkv.serve.formats import Formats, ReasoningFormat
+from hybridkv.serve.formats import OBJECTS, Formats, ReasoningFormat
 from hybridkv.serve.front import Front, TokenTexts
 from hybridkv.serve.generation import Asked, event
 
@@ -65,10 +65,10 @@ async def ask_completion(front: Front, body: CompletionBody, request: Request) -
 async def ask_chat(front: Front, body: ChatBody, request: Request) -> Asked:
     """Return the request for ``body``. Raises as ``ask_completion``."""
     salt = front.salt(request, body)
-    if body.calls_tools and front.formats.calls is None:
+    if body.may_call and front.formats.calls is None:
         raise ConfigError(
             f"how {front.name} writes calls is not known: start the server with --tool-call-parser, or set tool_choice "
-            "to none"
+            "to a function, required or none"
         )
     prompts = [await front.tokens.conversation(request, body.messages, body)]
     sampling = body.sampling(
@@ -92,12 +92,14 @@ async def ask_response(front: Front, body: ResponseBody, request: Request) -> As
 
 def _formats(front: Front, body: ChatBody) -> Formats:
     """Return the formats in which the answer to ``body`` is read."""
-    return Formats(front.formats.calls if body.calls_tools else None, front.formats.reasoning)
+    if body.structured is not None:  # no mark can be in the output
+        return Formats(OBJECTS if body.tool_choice == "required" else None, None)
+    return Formats(front.formats.calls if body.may_call else None, front.formats.reasoning)
 
 
 def _marks_shown(formats: Formats) -> dict[str, bool]:
     """Return the sampling for text with the marks of ``formats``, which may be special tokens."""
-    return {} if formats == Formats(None, None) else {"skip_special_tokens": False}
+    return {} if formats.calls in (None, OBJECTS) and formats.reasoning is None else {"skip_special_tokens": False}
 
 
 # log probabilities: columns for completions, a record a token for chats
@@ -434,6 +436,7 @@ class ChatForm(ChoicesForm):
                 formats.calls,
                 formats.reasoning,
                 body.parameters,
+                named=body.called,
                 inside=_begins_reasoning(front, formats.reasoning, prompt),
                 parallel=body.parallel_tool_calls is not False,
             )
