@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-newest test-real bench-real bench-gpu bench-vllm bench-stores bench-guard native test-native test-all page-pictures docs check lint check-trace vllm-env vllm-nixl find-vllm test-vllm test-vllm-generate test-vllm-engine test-vllm-own clients-env test-clients test-stores tiers-demo test-routers routers-demo clean
+.PHONY: demo test test-newest test-real bench-real bench-gpu bench-vllm bench-stores bench-guard native test-native test-all page-pictures docs check lint check-trace vllm-env vllm-nixl find-vllm test-vllm test-vllm-answers test-vllm-generate test-vllm-engine test-vllm-own clients-env test-clients test-stores tiers-demo test-routers routers-demo clean
 
 # Install torch first, so that no other package pulls another build.
 .venv/runner.stamp: pyproject.toml constraints.txt
@@ -134,6 +134,10 @@ VLLM_OPERATIONS ?= 100000
 test-vllm: find-vllm
 	PYTHONPATH=tests/support $(VLLM_PYTHON) tests/vllm/compare.py --operations $(VLLM_OPERATIONS)
 	PYTHONPATH=tests/support $(VLLM_PYTHON) tests/vllm/compare.py --operations $(VLLM_OPERATIONS) --short-runs --seed 2
+
+# Read the same answers with vLLM's parsers of tool calls and reasoning and with ours, in a minute.
+test-vllm-answers: find-vllm
+	PYTHONPATH=tests/support $(VLLM_PYTHON) tests/vllm/answers_duel.py
 
 # Run the same prompts in vLLM (CPU build) and in Engine. Takes minutes.
 test-vllm-generate: find-vllm

@@ -5,7 +5,7 @@ before and after, with reasoning or without. vLLM reads it whole; ours reads it 
 JSON values, content and reasoning must be equal. White space next to marks may differ, and vLLM may drop what follows
 the calls: ours has it as content.
 
-    PYTHONPATH=src:tests/support PYTHON_OF_VLLM tests/vllm/answers_duel.py --answers 2000
+    make test-vllm-answers VLLM_PYTHON=/path/to/python        # a Python that has vllm 0.33 and hybridkv
 """
 
 from __future__ import annotations

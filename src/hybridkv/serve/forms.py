@@ -429,6 +429,7 @@ class ChatForm(ChoicesForm):
     def __init__(self, front: Front, body: ChatBody, asked: Asked) -> None:
         super().__init__(front, body, asked)
         prompt, formats = asked.prompts[0], _formats(front, body)
+        inside = _begins_reasoning(front, formats.reasoning, prompt)
         self._writers = [RecordWriter(self._texts, prompt[-1]) for _ in range(asked.sampling.n)]
         self._shows_reasoning = body.include_reasoning is not False
         self._parsers = [
@@ -437,7 +438,7 @@ class ChatForm(ChoicesForm):
                 formats.reasoning,
                 body.parameters,
                 named=body.called,
-                inside=_begins_reasoning(front, formats.reasoning, prompt),
+                inside=inside,
                 parallel=body.parallel_tool_calls is not False,
             )
             for _ in range(asked.sampling.n)
