@@ -97,6 +97,7 @@ def test_parts_of_any_text_do_not_depend_on_the_cuts(name: str) -> None:
 
 FAULTY = [
     ("hermes", 'a <tool_call>\n{"name": "f"}\n</tool_call>', 'a <tool_call>\n{"name": "f"}\n</tool_call>', []),
+    ("hermes", '\n<tool_call>{"name": "f", "arguments": {}}</tool_call> bye', "bye", [("f", "{}")]),
     ("hermes", "<tool_call> is a tag", "<tool_call> is a tag", []),
     ("hermes", '<tool_call>{"name": 3, "arguments": {}}', '<tool_call>{"name": 3, "arguments": {}}', []),
     ("hermes", '<tool_call>{"name": "f", "argum', '<tool_call>{"name": "f", "argum', []),
@@ -189,7 +190,7 @@ class Named:
         ("glm45", None, Named("<tool_call><arg_key>")),
         ("openai", "openai_gptoss", Named("<|channel|>analysis<|message|> to=functions <|end|>")),
         ("granite", None, Named("<|start_of_role|>", ["<|tool_call|>"])),
-        (None, None, Named("{{ messages }}")),
+        (None, None, Named("{{ messages }} <think>")),
         (None, None, None),
     ],
 )

@@ -11,6 +11,7 @@ import torch
 from openai import OpenAI
 from serve_support import Served, engine_of, serving
 
+from hybridkv.errors import ConfigError
 from hybridkv.request import SamplingParams
 from hybridkv.serve import ServeOptions
 from hybridkv.serve.bodies import SamplingBody
@@ -95,7 +96,8 @@ def streamed(server: Served, **body: object) -> tuple[dict[str, Any], list[dict[
                 made["tool_calls"].append({"id": call["id"], "type": call["type"], "function": {**call["function"]}})
             else:
                 assert set(call) == {"index", "function"}
-                assert set(call["function"]) == {"arguments"}
+                assert call["function"].keys() == {"arguments"}
+                assert call["function"]["arguments"]
                 made["tool_calls"][call["index"]]["function"]["arguments"] += call["function"]["arguments"]
     return made, [one["delta"] for one in choices]
 
@@ -182,6 +184,12 @@ def test_reasoning_that_the_prompt_begins_is_separated(server: Served, script: S
     script.text = "No end"
     (choice,) = server.post(CHAT, **asked)["choices"]
     assert (choice["message"]["content"], choice["message"]["reasoning_content"]) == ("", "No end")
+
+
+@pytest.mark.parametrize("field", ["tool_call_parser", "reasoning_parser"])
+def test_unknown_parser_is_rejected_before_a_model_is_loaded(field: str) -> None:
+    with pytest.raises(ConfigError, match=f"--{field.replace('_', '-')} must be one of .*, got 'hermés'"):
+        ServeOptions(**{field: "hermés"})  # type: ignore[arg-type]  # by name
 
 
 def test_tools_in_an_unknown_format_are_rejected(script: Script) -> None:
@@ -276,3 +284,33 @@ def test_structured_output_is_content_though_the_prompt_begins_reasoning(free: S
     (made,) = free.post(CHAT, messages=[USER], **thinks)["choices"]
     assert made["message"]["content"] in ("yes", "no")
     assert "reasoning" not in made["message"]
+
+
+def test_reasoning_of_a_response_is_an_item_of_its_own(server: Served, script: Script, client: Any) -> None:  # noqa: ANN401  # takes plain dictionaries
+    script.text = "<think>\nHm, hm.\n</think>\n\nYes."
+    whole = client.responses.create(model="tiny:llama", input="a")
+    assert [one.type for one in whole.output] == ["reasoning", "message"]
+    assert (whole.output[0].content[0].text, whole.output_text) == ("Hm, hm.", "Yes.")
+    events = list(client.responses.create(model="tiny:llama", input="a", stream=True))
+    assert [one.sequence_number for one in events] == [*range(len(events))]
+    kinds = [one.type.removeprefix("response.") for one in events if not one.type.endswith("delta")]
+    assert kinds == [
+        "created",
+        "in_progress",
+        *("output_item.added", "content_part.added", "reasoning_text.done", "content_part.done", "output_item.done"),
+        *("output_item.added", "content_part.added", "output_text.done", "content_part.done", "output_item.done"),
+        "completed",
+    ]
+    for kind, place, text in (("reasoning_text", 0, "Hm, hm."), ("output_text", 1, "Yes.")):
+        deltas = [one for one in events if one.type == f"response.{kind}.delta"]
+        assert ("".join(one.delta for one in deltas), {one.output_index for one in deltas}) == (text, {place})
+    made = [one.model_dump(exclude={"id"}) for one in events[-1].response.output]
+    assert made == [one.model_dump(exclude={"id"}) for one in whole.output]
+    script.text = "Blue."
+    turns = [USER, *(one.model_dump() for one in whole.output), USER]
+    render = server.post(
+        "/tokenize", messages=[USER, {"role": "assistant", "content": "Yes.", "reasoning": "Hm, hm."}, USER]
+    )
+    again = server.post("/v1/responses", input=turns)
+    assert again["usage"]["input_tokens"] == render["count"]
+    assert "input has no message" in server.refused("/v1/responses", 400, input=turns[1:2])["message"]

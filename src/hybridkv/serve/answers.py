@@ -209,14 +209,13 @@ class AnswerParser:
             return False
         self._at = head.end()
         found = head.groupdict()
-        whole = True
         if calls.python:
             called = yield from self._python()
         elif name := found.get("name"):
             called = True
             self._open(name, found.get("id"))
             if calls.key:
-                whole = yield from self._parameters(calls, name)
+                yield from self._parameters(calls, name)
             else:
                 yield from self._value(self._argue)
         else:
@@ -224,12 +223,12 @@ class AnswerParser:
         if not called:
             self._at = start
             return False
-        for end in calls.end if whole else ():
+        lacks = "}" if calls.key else ""
+        for end in calls.end:
             if closing := (yield from self._match(_pattern(end))):
                 self._at = closing.end()
-                if calls.key and whole:
-                    self._argue("}")
-                whole = False
+                self._argue(lacks)
+                lacks = ""
         return True
 
     def _objects(self) -> Waiting:
@@ -272,7 +271,7 @@ class AnswerParser:
         return True
 
     def _parameters(self, calls: CallFormat, name: str) -> Waiting:
-        """Read parameters between marks. Return whether the last value was whole."""
+        """Read parameters between marks, without the bracket after the last."""
         schema = self._tools.get(name, {}).get("properties")
         types = schema if isinstance(schema, Mapping) else {}
         before = "{"
@@ -282,10 +281,9 @@ class AnswerParser:
             self._argue(f"{before}{_dumped(key)}: ")
             before = ", "
             if not (yield from self._parameter(calls, _types(types.get(key)))):
-                return False
+                return
         if before == "{":
             self._argue(before)
-        return True
 
     def _parameter(self, calls: CallFormat, types: set[str]) -> Waiting:
         """Read a value; text is passed on as it comes. Return whether it is whole."""
@@ -324,7 +322,7 @@ class AnswerParser:
             self._part.calls.append(Call(self._count - 1, own_id or uuid4().hex[:9], name))
 
     def _argue(self, text: str) -> None:
-        if self._parallel or self._count == 1:
+        if text and (self._parallel or self._count == 1):
             calls, index = self._part.calls, self._count - 1
             if not calls or calls[-1].index != index:
                 calls.append(Call(index, None, None))

@@ -28,7 +28,7 @@ from hybridkv.arguments import instance
 from hybridkv.runner.async_engine import EventSink
 from hybridkv.runner.engine import Engine
 from hybridkv.runner.inputs import encode
-from hybridkv.serve import embeddings, forms
+from hybridkv.serve import embeddings, forms, responses
 from hybridkv.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, ResponseBody, TokenizeBody
 from hybridkv.serve.errors import ApiError, ErrorBody, answer_errors
 from hybridkv.serve.front import Front, Piece, ServeOptions, TokenTexts
@@ -157,11 +157,11 @@ def _add_generation(app: FastAPI, front: Front) -> None:
         asked = await forms.ask_chat(front, body, request)
         return Answer(front, request, asked, forms.ChatForm(front, body, asked), stream=bool(body.stream))
 
-    @app.post("/v1/responses", response_model=forms.ResponseAnswer, responses=_STREAM)
+    @app.post("/v1/responses", response_model=responses.ResponseAnswer, responses=_STREAM)
     async def respond(body: ResponseBody, request: Request) -> Response:
         """Answer a conversation, which is not stored."""
-        asked = await forms.ask_response(front, body, request)
-        return Answer(front, request, asked, forms.ResponseForm(front, body, asked), stream=bool(body.stream))
+        asked = await responses.ask_response(front, body, request)
+        return Answer(front, request, asked, responses.ResponseForm(front, body, asked), stream=bool(body.stream))
 
 
 # rendering: prompts as token ids, without running them

@@ -618,6 +618,23 @@ class InputMessage(Body):
     content: str | Annotated[list[TextPart], _FIRST]
 
 
+class ReasoningPart(Body):
+    """A piece of reasoning."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class InputReasoning(Body):
+    """The reasoning of an earlier answer; the message that follows has it for the chat template."""
+
+    says_nothing = {"status": ("completed", "incomplete"), "encrypted_content": (), "summary": ([],)}
+
+    id: str | None = None
+    type: Literal["reasoning"]
+    content: Annotated[list[ReasoningPart], _FIRST] | None = None
+
+
 class ResponseBody(SamplingBody):
     """The body of /v1/responses with text input and output. ``instructions`` is a system message before ``input``."""
 
@@ -639,7 +656,7 @@ class ResponseBody(SamplingBody):
         "user": (),
     }
 
-    input: Text | Annotated[list[InputMessage], _SOME]
+    input: Text | Annotated[list[InputMessage | InputReasoning], _SOME]
     instructions: Text | None = None
     text: TextBody | None = None
     max_output_tokens: int | None = None
@@ -653,6 +670,15 @@ class ResponseBody(SamplingBody):
     def messages(self) -> list[ChatMessage]:
         """The conversation."""
         said = [InputMessage(role="user", content=self.input)] if isinstance(self.input, str) else self.input
-        made = [ChatMessage(role=one.role, content=one.content) for one in said]
+        made, thought = list[ChatMessage](), None
+        for one in said:
+            if isinstance(one, InputReasoning):
+                thought = "\n".join(part.text for part in one.content or ()) or None
+                continue
+            reasoning = thought if one.role == "assistant" else None
+            made.append(ChatMessage(role=one.role, content=one.content, reasoning=reasoning))
+            thought = None
+        if not made:
+            raise ConfigError("input has no message: add one")
         first = [] if self.instructions is None else [ChatMessage(role="system", content=self.instructions)]
         return [*first, *made]

@@ -1,11 +1,4 @@
-"""The formats of /v1/completions, /v1/chat/completions and /v1/responses: bodies to requests, outputs to answers.
-
-Responses have text input and output: one turn of a conversation, which is not stored. Their streams are
-
-    response.created, .in_progress, output_item.added, content_part.added
-    output_text.delta ...
-    output_text.done, content_part.done, output_item.done, response.completed or .incomplete
-"""
+"""The formats of /v1/completions and /v1/chat/completions: bodies to requests, outputs to answers."""
 
 from __future__ import annotations
 
@@ -23,7 +16,7 @@ from hybridkv.runner.completion import Completion, Increment
 from hybridkv.runner.sampling.draws import TokenLogprob
 from hybridkv.schedule import FinishReason
 from hybridkv.serve.answers import AnswerParser, Call, Part
-from hybridkv.serve.bodies import ChatBody, ChoicesBody, CompletionBody, ResponseBody, StreamOptions, TemplateBody
+from hybridkv.serve.bodies import ChatBody, ChoicesBody, CompletionBody, ResponseBody, StreamOptions
 from hybridkv.serve.formats import OBJECTS, Formats, ReasoningFormat
 from hybridkv.serve.front import Front, TokenTexts
 from hybridkv.serve.generation import Asked, event
@@ -75,29 +68,21 @@ async def ask_chat(front: Front, body: ChatBody, request: Request) -> Asked:
         front.most_tokens(prompts, body.most_tokens),
         n=body.n,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        **_marks_shown(_formats(front, body)),
+        **marks_shown(formats_of(front, body)),
     )
     await front.compile(request, sampling.structured)
     return Asked(f"chatcmpl-{uuid.uuid4().hex}", prompts, sampling, salt, body.said_hints)
 
 
-async def ask_response(front: Front, body: ResponseBody, request: Request) -> Asked:
-    """Return the request for ``body``. Raises as ``ask_completion``."""
-    salt = front.salt(request, body)
-    prompts = [await front.tokens.conversation(request, body.messages, TemplateBody())]
-    sampling = body.sampling(front.most_tokens(prompts, body.max_output_tokens))
-    await front.compile(request, sampling.structured)
-    return Asked(f"resp_{uuid.uuid4().hex}", prompts, sampling, salt, body.said_hints)
-
-
-def _formats(front: Front, body: ChatBody) -> Formats:
+def formats_of(front: Front, body: ChatBody | ResponseBody) -> Formats:
     """Return the formats in which the answer to ``body`` is read."""
+    chat = body if isinstance(body, ChatBody) else None
     if body.structured is not None:  # no mark can be in the output
-        return Formats(OBJECTS if body.tool_choice == "required" else None, None)
-    return Formats(front.formats.calls if body.may_call else None, front.formats.reasoning)
+        return Formats(OBJECTS if chat is not None and chat.tool_choice == "required" else None, None)
+    return Formats(front.formats.calls if chat is not None and chat.may_call else None, front.formats.reasoning)
 
 
-def _marks_shown(formats: Formats) -> dict[str, bool]:
+def marks_shown(formats: Formats) -> dict[str, bool]:
     """Return the sampling for text with the marks of ``formats``, which may be special tokens."""
     return {} if formats.calls in (None, OBJECTS) and formats.reasoning is None else {"skip_special_tokens": False}
 
@@ -428,8 +413,8 @@ class ChatForm(ChoicesForm):
 
     def __init__(self, front: Front, body: ChatBody, asked: Asked) -> None:
         super().__init__(front, body, asked)
-        prompt, formats = asked.prompts[0], _formats(front, body)
-        inside = _begins_reasoning(front, formats.reasoning, prompt)
+        prompt, formats = asked.prompts[0], formats_of(front, body)
+        inside = begins_reasoning(front, formats.reasoning, prompt)
         self._writers = [RecordWriter(self._texts, prompt[-1]) for _ in range(asked.sampling.n)]
         self._shows_reasoning = body.include_reasoning is not False
         self._parsers = [
@@ -479,7 +464,7 @@ class ChatForm(ChoicesForm):
         return made
 
 
-def _begins_reasoning(front: Front, reasoning: ReasoningFormat | None, prompt: Sequence[int]) -> bool:
+def begins_reasoning(front: Front, reasoning: ReasoningFormat | None, prompt: Sequence[int]) -> bool:
     """Return whether ``prompt`` ends with the beginning of reasoning."""
     if reasoning is None:
         return False
@@ -505,162 +490,3 @@ def _called(call: Call, *, whole: bool) -> CalledTool:
         return made | {"function": {"arguments": call.arguments}}
     function: CalledFunction = {"name": call.name, "arguments": call.arguments}
     return made | {"id": call.id, "type": "function", "function": function}
-
-
-# responses
-
-Status = Literal["in_progress", "completed", "incomplete"]
-
-
-class OutputText(TypedDict):
-    """The text of a message."""
-
-    type: Literal["output_text"]
-    text: str
-    annotations: list[Any]
-
-
-class OutputMessage(TypedDict):
-    """The assistant's message."""
-
-    id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
-    status: Status
-    content: list[OutputText]
-
-
-class ResponseAnswer(TypedDict):
-    """A response. ``usage`` is there once it has ended; ``incomplete_details`` says why it ended early."""
-
-    id: str
-    object: Literal["response"]
-    created_at: int
-    model: str
-    status: Status
-    error: None
-    incomplete_details: dict[str, str] | None
-    instructions: str | None
-    max_output_tokens: int | None
-    output: list[OutputMessage]
-    parallel_tool_calls: bool
-    previous_response_id: None
-    prompt_cache_key: str | None
-    prompt_cache_retention: Literal["in_memory", "24h"] | None
-    store: bool
-    temperature: float
-    top_p: float
-    text: dict[str, dict[str, Any]]
-    tool_choice: Literal["auto"]
-    tools: list[Any]
-    truncation: Literal["disabled"]
-    metadata: dict[str, str]
-    usage: dict[str, Any] | None
-
-
-class ResponseForm:
-    """The format of one answer of /v1/responses."""
-
-    def __init__(self, front: Front, body: ResponseBody, asked: Asked) -> None:
-        self._front, self._body, self._asked = front, body, asked
-        self._created = int(time.time())
-        self._message_id = f"msg_{uuid.uuid4().hex}"
-        self._sent = 0
-        self._done: Completion | None = None
-
-    def begin(self) -> Iterable[bytes]:
-        """Yield a response, a message in it, and a text in the message, all empty."""
-        for name in ("created", "in_progress"):
-            yield self._event(f"response.{name}", response=self._response("in_progress", None))
-        yield self._event("response.output_item.added", output_index=0, item=self._message("in_progress", None))
-        yield self._at_text("response.content_part.added", part=_text(""))
-
-    def part(self, choice: int, new: Increment) -> Iterable[bytes]:  # noqa: ARG002  # there is one output
-        """Yield the new part of the text."""
-        self._done = new.completion
-        if new.text:
-            yield self._at_text("response.output_text.delta", delta=new.text, logprobs=[])
-
-    def end(self) -> Iterable[bytes]:
-        """Yield the whole text, message and response."""
-        done = self._done
-        text, status = ("" if done is None else done.text or ""), _status(done)
-        yield self._at_text("response.output_text.done", text=text, logprobs=[])
-        yield self._at_text("response.content_part.done", part=_text(text))
-        yield self._event("response.output_item.done", output_index=0, item=self._message(status, text))
-        yield self._event(f"response.{status}", response=self._response(status, done))
-
-    def whole(self, done: Sequence[Completion]) -> ResponseAnswer:
-        """Return the whole response."""
-        return self._response(_status(done[0]), done[0])
-
-    def _event(self, kind: str, **fields: object) -> bytes:
-        made = {"type": kind, "sequence_number": self._sent, **fields}
-        self._sent += 1
-        return event(made, kind)
-
-    def _at_text(self, kind: str, **fields: object) -> bytes:
-        return self._event(kind, item_id=self._message_id, output_index=0, content_index=0, **fields)
-
-    def _message(self, status: Status, text: str | None) -> OutputMessage:
-        return {
-            "id": self._message_id,
-            "type": "message",
-            "role": "assistant",
-            "status": status,
-            "content": [] if text is None else [_text(text)],
-        }
-
-    def _response(self, status: Status, done: Completion | None) -> ResponseAnswer:
-        body = self._body
-        return {
-            "id": self._asked.id,
-            "object": "response",
-            "created_at": self._created,
-            "model": self._front.name,
-            "status": status,
-            "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "output": [] if done is None else [self._message(status, done.text or "")],
-            "parallel_tool_calls": True,
-            "previous_response_id": None,
-            "prompt_cache_key": body.prompt_cache_key,
-            "prompt_cache_retention": body.prompt_cache_retention,
-            "store": False,
-            "temperature": self._asked.sampling.temperature,
-            "top_p": self._asked.sampling.top_p,
-            "text": {"format": _format(body)},
-            "tool_choice": "auto",
-            "tools": [],
-            "truncation": "disabled",
-            "metadata": {},
-            "usage": None if done is None else _response_usage(done),
-        }
-
-
-def _status(done: Completion | None) -> Status:
-    return "incomplete" if done is None or done.finish_reason == FinishReason.LENGTH else "completed"
-
-
-def _format(body: ResponseBody) -> dict[str, Any]:
-    """Return the form of the text as it was given."""
-    given = None if body.text is None else body.text.format
-    return {"type": "text"} if given is None else given.model_dump(by_alias=True, exclude_unset=True)
-
-
-def _text(text: str) -> OutputText:
-    return {"type": "output_text", "text": text, "annotations": []}
-
-
-def _response_usage(done: Completion) -> dict[str, Any]:
-    """Return the token counts with the names of responses."""
-    read, written = len(done.prompt_token_ids), len(done.token_ids)
-    return {
-        "input_tokens": read,
-        "input_tokens_details": {"cached_tokens": done.hit_tokens},
-        "output_tokens": written,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": read + written,
-    }

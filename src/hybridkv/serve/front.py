@@ -89,6 +89,8 @@ class ServeOptions:
         check_fields(self, metrics_prefix, "metrics_prefix")
         check_fields(self, each(host_name), "allow_hosts")
         check_fields(self, each(origin), "allow_origins")
+        check_fields(self, or_none(text), "tool_call_parser", "reasoning_parser")
+        Formats.of(None, self.tool_call_parser, self.reasoning_parser)  # raises for unknown names
 
 
 class Places:
