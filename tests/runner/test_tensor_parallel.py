@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from hybridkv.runner.tensor_parallel import Ranks
 
 TOKENS = 8
 PROMPTS = [*shared_prompts(3, 6, prefix=40, longest=20), [7, 8, 9] * 12]
-SIZES = {"memory": "8MiB", "max_model_len": 128}
+SIZES: dict[str, Any] = {"memory": "8MiB", "max_model_len": 128}
 
 
 @pytest.mark.parametrize(

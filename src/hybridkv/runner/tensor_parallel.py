@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from transformers.utils import logging as chatter
 
@@ -111,7 +112,7 @@ def cut(loaded: LoadedModel, rank: int, ranks: int) -> LoadedModel:
     share = ModelShare.of(model, rank, ranks)
     # the outputs of an uneven cut could not be gathered
     plan = {name: style for name, style in model.tp_plan.items() if name != "lm_head" or not config.vocab_size % ranks}
-    apply_tensor_parallelism(model, dist.init_device_mesh(model.device.type, (ranks,)), plan)
+    apply_tensor_parallelism(model, init_device_mesh(model.device.type, (ranks,)), plan)
     config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for name, count in heads.items():
         setattr(config, name, count)
