@@ -14,6 +14,7 @@ import torch
 from runner_support import generated, greedy, loaded_model, shared_prompts
 
 from hybridkv.errors import ConfigError, UnsupportedModelError, WorkerError
+from hybridkv.request import SamplingParams, StructuredOutput
 from hybridkv.runner import EngineOptions
 from hybridkv.runner.drafters import NgramDrafter
 from hybridkv.runner.tensor_parallel import Ranks
@@ -41,6 +42,15 @@ def test_ranks_generate_the_tokens_of_the_whole_model(name: str) -> None:
                 hits = [one.hit_tokens for one in done]
                 assert not again or hits == [len(prompt) - 1 for prompt in PROMPTS]
     assert torch.get_num_threads() == before
+
+
+def test_ranks_obey_structured_outputs() -> None:
+    """Each rank masks its own logits, and all draw the tokens that rank 0 reports."""
+    sampling = SamplingParams(max_tokens=24, temperature=1, seed=3, structured=StructuredOutput("choice", '["yes", "no"]'))
+    with Ranks("tiny:llama", 2) as ranks, ranks.engine(**SIZES) as engine:
+        done = engine.generate(["Yes or no?", "No or yes?"] * 3, sampling)
+    assert {one.text for one in done} <= {"yes", "no"}
+    assert {one.finish_reason for one in done} == {"stop"}
 
 
 def _weights(ranks: Ranks) -> list[torch.Tensor]:
