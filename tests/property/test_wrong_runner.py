@@ -17,11 +17,13 @@ from hybridkv.errors import ConfigError, HybridKVError
 from hybridkv.request import Request, SamplingParams
 from hybridkv.runner import (
     AsyncEngine,
+    Embedder,
     Engine,
     EngineOptions,
     LoadedModel,
     ModelRunner,
     ModelShare,
+    Pooling,
     Ranks,
     Stored,
     byte_tokenizer,
@@ -132,7 +134,7 @@ def test_wrong_type_for_a_runner_function_is_rejected(call: Callable[..., object
     assert unnamed(call, arguments) == []
 
 
-VALUES = [LLAMA, EngineOptions(), NgramDrafter(), Stored("fp8_per_token_head")]
+VALUES = [LLAMA, EngineOptions(), NgramDrafter(), Pooling(), Stored("fp8_per_token_head")]
 
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda one: type(one).__name__)
@@ -222,6 +224,14 @@ def test_wrong_type_for_an_engine_part_is_rejected() -> None:
     held.detach()
     with Engine(loaded, PLAN) as engine, Engine(load("tiny:llama"), PLAN) as other:  # nobody holds the model still
         assert engine.generate([PROMPT], greedy(6)) == other.generate([PROMPT], greedy(6))
+
+
+def test_wrong_type_for_an_embedder_is_rejected() -> None:
+    def made(**given: Any) -> None:  # noqa: ANN401  # of any type
+        Embedder(**given).close()
+
+    with Engine(load("tiny:llama"), PLAN) as engine:
+        assert unnamed(made, {"engine": engine, "pooling": None}) == []
 
 
 def test_wrong_type_for_a_drafter_is_rejected() -> None:
@@ -326,7 +336,7 @@ def test_bad_request_fails_its_own_caller_only() -> None:
 def test_wrong_type_tests_cover_every_runner_name() -> None:
     functions = {"load", "tiny_model", "wrap", "encode", "plan_for", "plan_within", "join_sessions", "follow", "lead"}
     engines = {Engine, AsyncEngine, ModelRunner, EngineOptions, LoadedModel, Stored}
-    classes = engines | {ModelShare, Ranks, AdaptiveDrafter, DraftModel, NgramDrafter}
+    classes = engines | {ModelShare, Ranks, Embedder, Pooling, AdaptiveDrafter, DraftModel, NgramDrafter}
     covered = functions | {one.__name__ for one in classes}
     handed_out = {
         "Session",

@@ -46,7 +46,9 @@ def test_ranks_generate_the_tokens_of_the_whole_model(name: str) -> None:
 
 def test_ranks_obey_structured_outputs() -> None:
     """Each rank masks its own logits, and all draw the tokens that rank 0 reports."""
-    sampling = SamplingParams(max_tokens=24, temperature=1, seed=3, structured=StructuredOutput("choice", '["yes", "no"]'))
+    sampling = SamplingParams(
+        max_tokens=24, temperature=1, seed=3, structured=StructuredOutput("choice", '["yes", "no"]')
+    )
     with Ranks("tiny:llama", 2) as ranks, ranks.engine(**SIZES) as engine:
         done = engine.generate(["Yes or no?", "No or yes?"] * 3, sampling)
     assert {one.text for one in done} <= {"yes", "no"}

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hybridkv.arguments import check_fields, flag, instance, one_of, or_none
 from hybridkv.errors import ConfigError
 from hybridkv.models.json_text import DocumentError, read_json
 from hybridkv.regular_files import open_regular
@@ -46,6 +47,9 @@ class Pooling:
 
     mean: bool = False
     normalized: bool = True
+
+    def __post_init__(self) -> None:
+        check_fields(self, flag, "mean", "normalized")
 
     @classmethod
     def of(cls, folder: str | Path) -> Self:
@@ -105,7 +109,8 @@ class Embedder:
     """
 
     def __init__(self, engine: Engine, pooling: Pooling | None = None) -> None:
-        runner = engine.runner
+        runner = instance("engine", engine, Engine).runner
+        or_none(one_of(Pooling))("pooling", pooling)
         if runner.observer is not None or is_encoder_decoder(engine.loaded.model) or runner.decode_graphs is not None:
             raise ConfigError(
                 "embeddings need a decoder, and an engine without an observer and compiled steps: make another engine"
