@@ -176,7 +176,9 @@ def test_serving_page_openai_example_runs(llama: Served) -> None:
     assert "http://127.0.0.1:8000" in snippet
     said = StringIO()
     with redirect_stdout(said):
-        exec(snippet.replace("http://127.0.0.1:8000", llama.url), {})  # noqa: S102 - our own page
+        names: dict[str, Any] = {}
+        exec(snippet.replace("http://127.0.0.1:8000", llama.url), names)  # noqa: S102 - our own page
+        names["client"].close()
     assert len(said.getvalue()) > 3
     assert "hints" in snippet
 
