@@ -48,6 +48,9 @@ FORMS = {
     "open": StructuredOutput("regex", "[a-c]{4,30}"),
     "choice": StructuredOutput("choice", '["north by north west", "north", "south\\n"]'),
     "grammar": StructuredOutput("grammar", 'root ::= "(" root ")" | [xyz] [xyz] [xyz]'),
+    "framed": StructuredOutput(
+        "regex", "[ab]{2,9}", 'start: thought @form\nthought[lazy]: THOUGHT\nTHOUGHT: /[a-d ]*/ "d"'
+    ),
 }
 MOST = 150
 
@@ -55,7 +58,10 @@ MOST = 150
 def matcher(form: StructuredOutput) -> LLMatcher:
     """The library's, made here: of the tokenizer of tiny models."""
     tokenizer = from_tokenizer(loaded_model("llama").tokenizer, 257, [256])
-    if form.kind == "regex":
+    if form.frame:
+        inner = {"name": "form", "lark_grammar": f"start: /{form.text}/"}
+        made = json.dumps({"grammars": [{"lark_grammar": form.frame}, inner]})
+    elif form.kind == "regex":
         made = LLMatcher.grammar_from_regex(form.text)
     elif form.kind == "grammar":
         made = LLMatcher.grammar_from_lark('start: "(" start ")" | /[xyz][xyz][xyz]/')

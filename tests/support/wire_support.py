@@ -14,7 +14,7 @@ from hybridkv.wire import StepFailure, Unreadable
 INT32 = st.integers(-(2**31), 2**31 - 1)
 COUNT = st.integers(0, 2**31 - 1)
 NAME = st.text(max_size=8)
-FORM = st.builds(StructuredOutput, st.sampled_from(["regex", "grammar"]), NAME.filter(bool))
+FORM = st.builds(StructuredOutput, st.sampled_from(["regex", "grammar"]), NAME.filter(bool), NAME)
 PENALTY = st.just(0.0) | st.floats(-2, 2)
 
 
@@ -63,9 +63,7 @@ def samplings(draw: st.DrawFn) -> SamplingParams:
         min_tokens=draw(st.just(0) | st.integers(0, most)),
         logit_bias=draw(st.dictionaries(COUNT, st.floats(-1e30, 1e30), max_size=3)),
         bad_words=tuple(map(tuple, draw(st.lists(st.lists(COUNT, min_size=1, max_size=3), max_size=2)))),
-        structured=draw(
-            st.none() | st.builds(StructuredOutput, st.sampled_from(["regex", "grammar"]), NAME.filter(bool))
-        ),
+        structured=draw(st.none() | FORM),
     )
 
 

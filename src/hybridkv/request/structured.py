@@ -15,7 +15,7 @@ StructuredKind = Literal["json_object", "json_schema", "regex", "choice", "gramm
 
 _KINDS: Final = get_args(StructuredKind)
 _MOST_CHARACTERS: Final = 1 << 17
-"""Characters of ``text``: more than OpenAI takes, and few enough for a compiler that recurses."""
+"""Characters of ``text`` and of ``frame``: more than OpenAI takes, and few enough for a compiler that recurses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +26,19 @@ class StructuredOutput:
         kind: "json_object", "json_schema", "regex", "choice" or "grammar".
         text: the JSON schema; the regular expression, which the whole output must match; a JSON list of the texts to
             choose from; or the grammar, in Lark's syntax. Empty for "json_object".
+        frame: a grammar in Lark's syntax of the whole output, with the form as ``@form``; empty without one. Special
+            tokens are text in both, but for end tokens: ``start: thought @form``.
     """
 
     kind: StructuredKind
     text: str = ""
+    frame: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in _KINDS:
             raise ConfigError(f"kind of a structured output must be one of {', '.join(_KINDS)}, got {shown(self.kind)}")
+        if self.frame != "" and len(text("frame", self.frame)) > _MOST_CHARACTERS:
+            raise ConfigError(f"frame may have {_MOST_CHARACTERS:,} characters, got {len(self.frame):,}: shorten it")
         name = f"text of {self.kind}"
         if self.kind == "json_object":
             if self.text != "":
@@ -57,7 +62,7 @@ class StructuredOutput:
 
 def checked_structured(name: str, value: object) -> StructuredOutput | None:
     """Return ``value``; a mapping of ``kind`` and ``text`` becomes a StructuredOutput. Else ConfigError."""
-    if isinstance(value, Mapping) and {"kind"} <= {*value} <= {"kind", "text"}:
+    if isinstance(value, Mapping) and {"kind"} <= {*value} <= {"kind", "text", "frame"}:
         return StructuredOutput(**value)
     if not isinstance(value, StructuredOutput | None):
         raise ConfigError(f"{name} must be a StructuredOutput, its kind and text, or None, got {shown(value)}")

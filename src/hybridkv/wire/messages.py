@@ -244,6 +244,7 @@ class StructuredMessage(_Part):
 
     kind: StructuredKind
     text: str
+    frame: str
 
 
 class SamplingMessage(_Part):

@@ -16,10 +16,24 @@ def test_structured_output_has_the_choices_of_its_text() -> None:
 
 
 def test_sampling_takes_a_structured_output_or_its_fields() -> None:
-    regex = StructuredOutput("regex", "[a-z]+")
+    regex = StructuredOutput("regex", "[a-z]+", frame='start: "a" @form')
     assert SamplingParams(structured=regex).structured is regex
     assert SamplingParams(**asdict(SamplingParams(structured=regex))) == SamplingParams(structured=regex)
+    assert SamplingParams(structured=asdict(regex)).structured == regex  # type: ignore[arg-type]  # also a mapping
     assert SamplingParams().structured is None
+
+
+@pytest.mark.parametrize(
+    ("frame", "message"),
+    [
+        ("a" * ((1 << 17) + 1), "frame may have 131,072 characters, got 131,073"),
+        (3, "frame must be text"),
+        ("\ud800", "UTF-8"),
+    ],
+)
+def test_frame_that_cannot_be_is_rejected(frame: Any, message: str) -> None:  # noqa: ANN401  # any values
+    with pytest.raises(ConfigError, match=message):
+        StructuredOutput("json_object", frame=frame)
 
 
 @pytest.mark.parametrize(

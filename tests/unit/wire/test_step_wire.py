@@ -243,7 +243,11 @@ WRONG: list[tuple[str, object, str]] = [
     ("new_rows.0.sampling.logit_bias", [[4, 1.0], [3, 2.0]], "sampling: token ids of logit_bias must ascend"),
     ("new_rows.0.sampling.logit_bias", [[-4, 1.0]], "token ids of logit_bias must lie in 0"),
     ("new_rows.0.sampling.logit_bias", [[4, float("nan")]], "logit_bias of token 4 must be a number"),
-    ("new_rows.0.sampling.structured", {"kind": "choice", "text": "[]"}, "sampling: choice must be a list of texts"),
+    (
+        "new_rows.0.sampling.structured",
+        {"kind": "choice", "text": "[]", "frame": ""},
+        "sampling: choice must be a list of texts",
+    ),
     # what one field says of another
     ("id", -1, r"\.id: Expected `int` >= 0"),
     ("after", -2, r"\.after: Expected `int` >= -1"),

@@ -10,19 +10,21 @@ after a preemption or a hand-over, makes its parser from all known tokens. llgui
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from re import escape
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Final, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 from llguidance.hf import from_tokenizer
 from llguidance.numpy import (
     allocate_token_bitmask,
@@ -44,7 +46,7 @@ _KEPT: Final = 128
 """Uses of grammars that keep them compiled after their requests."""
 _SHOWN: Final = 400
 """Characters of a compiler's error that are repeated: it may print a grammar."""
-_SPACES: Final = r"\n?[ \t]{0,40}"
+SPACES: Final = r"\n?[ \t]{0,40}"
 """Space between the parts of JSON. Without a bound, a model may write spaces up to max_tokens."""
 _LIMITS: Final = LLParserLimits(verbose_errors=False)
 _STACK: Final = 1 << 29
@@ -123,7 +125,8 @@ class Grammars:
             return None
         found = self._made.get(form)
         if found is None:
-            found = self._made[form] = _with_room(partial(_compiled, form, self._tokenizer))
+            tokenizer = self._plain_tokenizer if form.frame else self._tokenizer
+            found = self._made[form] = _with_room(partial(_compiled, form, tokenizer))
         self._recent.append(found)
         return found
 
@@ -143,6 +146,19 @@ class Grammars:
                 f"structured outputs need a fast tokenizer with an end token, and that of {loaded.name} cannot be read "
                 f"({error}): load the model with one, or leave structured out"
             ) from error
+
+    @cached_property
+    def _plain_tokenizer(self) -> LLTokenizer:
+        """The tokenizer for frames: special tokens are text, but for those that end an output."""
+        known = self._tokenizer
+        texts = [known.decode_bytes([one]) for one in range(known.vocab_size)]
+        named = SimpleNamespace(
+            eos_token_id=known.eos_token,
+            bos_token_id=None,
+            tokens=[b"" if text == b"<[%d]>" % one else text for one, text in enumerate(texts)],  # b"<[1]>": none
+            special_token_ids=known.eos_tokens,
+        )
+        return LLTokenizer(TokenizerWrapper(named), eos_token=known.eos_tokens)
 
     def begin(self, rows: Sequence[Masked], draws: int, vocabulary: int) -> Future[Masks]:
         """Mask draws in another thread; the parsers of ``rows`` must rest until the result is there.
@@ -206,12 +222,19 @@ def _compiled(form: StructuredOutput, tokenizer: LLTokenizer) -> Grammar:
     except ValueError as raised:  # a grammar in neither syntax
         error = str(raised)
     if error:
-        raise ConfigError(f"{form.kind} {shown(form.text)} cannot be compiled, correct it: {error[:_SHOWN]}")
+        which = f"frame {shown(form.frame)}" if form.frame else f"{form.kind} {shown(form.text)}"
+        raise ConfigError(f"{which} cannot be compiled, correct it: {error[:_SHOWN]}")
     return Grammar(made)
 
 
 def _grammar(form: StructuredOutput) -> str:
     """Return ``form`` as llguidance reads it."""
+    if form.frame:
+        inner = _grammar(replace(form, frame=""))
+        named = json.loads(inner)["grammars"][0] if inner.startswith("{") else {"lark_grammar": inner}
+        # no_forcing: the text that must come next would be tokenized in Python
+        frame = {"lark_grammar": '%llguidance {"no_forcing": true}\n' + form.frame}
+        return json.dumps({"grammars": [frame, {**named, "name": "form"}]})
     if form.kind == "regex":
         return LLMatcher.grammar_from_regex(form.text)
     if form.kind == "choice":
@@ -219,7 +242,7 @@ def _grammar(form: StructuredOutput) -> str:
     if form.kind == "grammar":
         return grammar_from("grammar", form.text)
     schema = form.text if form.kind == "json_schema" else '{"type": "object"}'
-    return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": _SPACES})
+    return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": SPACES})
 
 
 def _stuck(parser: LLMatcher) -> ConfigError:
