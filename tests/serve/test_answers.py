@@ -123,6 +123,15 @@ FAULTY = [
         "",
         [("get_weather", '{"days": "soon"}')],
     ),
+    *(
+        (
+            "qwen3_coder",
+            f"<function=get_weather><parameter=ratio>{raw}</parameter></function>",
+            "",
+            [("get_weather", f'{{"ratio": {read}}}')],
+        )
+        for raw, read in {"NaN": '"NaN"', " 1e999\n": "1e999", "2.50": "2.50", "null": '"null"'}.items()
+    ),
     ("pythonic", "[1, 2]", "[1, 2]", []),
     ("pythonic", "[f(1)]", "[f(1)]", []),
     ("pythonic", "[f(a=b)]", "[f(a=b)]", []),

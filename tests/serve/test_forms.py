@@ -407,7 +407,7 @@ BASES: dict[str, dict[str, Any]] = {CHAT: {"messages": SAID}, RESPONSES: {"input
         (CHAT, {"user": "me"}, "user is not offered"),
         (RESPONSES, {"previous_response_id": "resp_1"}, "previous_response_id is not offered"),
         (RESPONSES, {"store": True}, "store is not offered"),
-        (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools is not offered"),
+        (RESPONSES, {"tools": [{"type": "web_search"}]}, "'web_search' is not offered: leave it out"),
         (RESPONSES, {"n": 2}, "n is not offered"),
         (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
         (RESPONSES, {"input": ""}, "input"),

@@ -19,9 +19,10 @@ from starlette.types import Message, Receive, Scope, Send
 
 from hybridkv.errors import ConfigError
 from hybridkv.serve import ApiKeys, ServeOptions
-from hybridkv.serve.bodies import MOST_MESSAGES, ChatBody, CompletionBody, DetokenizeBody, ResponseBody
+from hybridkv.serve.bodies import MOST_MESSAGES, ChatBody, CompletionBody, DetokenizeBody
 from hybridkv.serve.errors import ApiError
 from hybridkv.serve.gates import MOST_VALUES, BodyGate, Pace, ValueCounter
+from hybridkv.serve.response_bodies import ResponseBody
 
 FILE = "# who may ask\n\noperator\nalice  salt-of-alice\nbob\tsalt-of-bob\n"
 

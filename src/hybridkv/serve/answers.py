@@ -51,6 +51,9 @@ _TYPES: Final[Mapping[type, set[str]]] = {
     str: set(),
 }
 """Types of JSON schemas by type in Python. A value that may be text is not quoted."""
+_MOST_REFERENCES: Final = 32
+"""References to references that are followed."""
+_NESTED: Final[Mapping[str, Any]] = {"type": ["object", "array"]}
 
 
 @dataclass(slots=True)
@@ -64,12 +67,36 @@ class Call:
 
 
 @dataclass(slots=True)
-class Part:
-    """The new part of an answer."""
+class Said:
+    """New prose."""
 
-    content: str = ""
-    reasoning: str = ""
-    calls: list[Call] = field(default_factory=list)
+    kind: Kind
+    text: str
+
+
+@dataclass(slots=True)
+class Part:
+    """The new part of an answer: pieces in the model's order. Neighbours are of different kinds or calls."""
+
+    pieces: list[Said | Call] = field(default_factory=list)
+
+    @property
+    def content(self) -> str:
+        """Return all new content."""
+        return self._text("content")
+
+    @property
+    def reasoning(self) -> str:
+        """Return all new reasoning."""
+        return self._text("reasoning")
+
+    @property
+    def calls(self) -> list[Call]:
+        """Return the new parts of calls."""
+        return [one for one in self.pieces if isinstance(one, Call)]
+
+    def _text(self, kind: Kind) -> str:
+        return "".join(one.text for one in self.pieces if isinstance(one, Said) and one.kind == kind)
 
 
 class AnswerParser:
@@ -77,13 +104,14 @@ class AnswerParser:
 
     Attributes:
         called: whether the answer has a call.
+        thoughts: where reasoning begins and ends, in characters of the answer, without its marks.
 
     Args:
         calls: how calls are written; None if there are none.
         reasoning: how reasoning is marked; None if it is content.
         tools: the JSON schema of each function's parameters, by name: the types of values that are written as text.
         inside: whether the prompt has begun the reasoning.
-        named: the function that the whole answer is the arguments of.
+        named: the function that all of the answer but reasoning is the arguments of.
         parallel: whether there may be more than one call; further ones are dropped.
     """
 
@@ -99,12 +127,15 @@ class AnswerParser:
     ) -> None:
         self._calls, self._reasoning, self._tools = calls, reasoning, tools
         self._parallel = parallel
+        self.thoughts: list[tuple[int, int]] = []
         self._text, self._at, self._ended = "", 0, False
+        self._taken = 0  # characters before ``_text``
         self._part = Part()
         self._count = 0
         self._space = ""  # at the end of the prose so far
         self._marked = self._spoken = False  # a mark was met; content was put
         self._drops = False  # white space that comes next
+        self._begins = True  # nothing was put since the answer or its reasoning began or ended
         self._run = self._answer(inside and reasoning is not None, named)
 
     @property
@@ -123,36 +154,65 @@ class AnswerParser:
     # prose
 
     def _answer(self, inside: bool, named: str | None) -> Waiting:  # private
-        reasoning, calls = self._reasoning, self._calls
         kind: Kind = "reasoning" if inside else "content"
-        if named is not None and (yield from self._match(_OBJECT)):
-            self._open(named, None)
-            yield from self._value(self._argue)
-        begins, self._marked = not inside, inside or self.called
-        self._drops = self._marked
+        self._begins, self._marked, self._drops = not inside, inside, inside
+        begun = 0  # the reasoning
         while True:
-            if begins and calls is not None and calls.bare and (yield from self._call(calls)):
-                self._marked = self._drops = True
-            begins = False
-            if not (mark := (yield from self._prose(kind))):
+            if self._begins and (yield from self._bare(named)):
+                self._marked, self._drops, self._begins, named = True, True, False, None
+            mark = yield from self._prose(kind)
+            place = self._taken + self._at
+            then = yield from self._after(mark, kind)
+            if kind == "reasoning" and then not in (kind, None) and place > begun:
+                self.thoughts.append((begun, place))
+            if not mark:
                 break
-            then: Kind = kind
-            if reasoning is not None and mark == (reasoning.end if kind == "reasoning" else reasoning.start):
-                then, begins = ("content", True) if kind == "reasoning" else ("reasoning", False)
-                self._take(self._at + len(mark))
-            elif calls is None or mark not in calls.begin:
-                self._take(self._at + len(mark))
-            elif (yield from self._call(calls)):
-                then = "content"
-            else:
+            if then is None:
                 self._say(kind, self._take(self._at + len(mark)))
                 continue
+            begun = begun if then == kind else place + len(mark)
             if "reasoning" in (kind, then) or not self._spoken:
                 self._space = ""
             kind, self._marked = then, True
             self._drops = kind == "reasoning" or not self._spoken or bool(self._space)  # once between two contents
         if not self._marked:
             self._put(kind, self._space)
+
+    def _turns(self, mark: str, kind: Kind) -> bool:
+        """Return whether ``mark`` begins reasoning, or ends it."""
+        reasoning = self._reasoning
+        return reasoning is not None and mark == (reasoning.end if kind == "reasoning" else reasoning.start)
+
+    def _after(self, mark: str, kind: Kind) -> Waiting:
+        """Read a mark, or the call that it begins. Return the kind of what follows; ``None`` if it is prose."""
+        calls = self._calls
+        if not mark:
+            return "content"
+        if self._turns(mark, kind):
+            self._take(self._at + len(mark))
+            self._begins = kind == "reasoning"
+            return "content" if kind == "reasoning" else "reasoning"
+        if calls is None or mark not in calls.begin:
+            self._take(self._at + len(mark))
+            return kind
+        if not (yield from self._call(calls)):
+            return None
+        self._begins = False
+        return "content"
+
+    def _bare(self, named: str | None) -> Waiting:
+        """Read a call without a mark, or the arguments of ``named``. Return whether there is one."""
+        calls = self._calls
+        if named is None:
+            return calls is not None and calls.bare and (yield from self._call(calls))
+        found = yield from self._match(_OBJECT)
+        if found is None:
+            return False
+        self._at = found.end()
+        self._take(self._at)
+        self._open(named, None)
+        yield from self._value(self._argue)
+        return True
 
     def _prose(self, kind: Kind) -> Waiting:
         """Say prose until a mark, which it returns; empty at the end of the answer."""
@@ -195,9 +255,15 @@ class AnswerParser:
         self._put(kind, said)
 
     def _put(self, kind: Kind, said: str) -> None:
-        if said:
-            setattr(self._part, kind, getattr(self._part, kind) + said)
-            self._drops, self._spoken = False, self._spoken or kind == "content"
+        if not said:
+            return
+        self._drops = self._begins = False
+        self._spoken = self._spoken or kind == "content"
+        last = self._part.pieces[-1] if self._part.pieces else None
+        if isinstance(last, Said) and last.kind == kind:
+            last.text += said
+        else:
+            self._part.pieces.append(Said(kind, said))
 
     # calls
 
@@ -272,15 +338,16 @@ class AnswerParser:
 
     def _parameters(self, calls: CallFormat, name: str) -> Waiting:
         """Read parameters between marks, without the bracket after the last."""
-        schema = self._tools.get(name, {}).get("properties")
-        types = schema if isinstance(schema, Mapping) else {}
+        root = self._tools.get(name, {})
+        given = root.get("properties")
+        known = given if isinstance(given, Mapping) else {}
         before = "{"
         while found := (yield from self._match(_pattern(calls.key))):
             self._at = found.end()
             key = found["key"].strip()
             self._argue(f"{before}{_dumped(key)}: ")
             before = ", "
-            if not (yield from self._parameter(calls, _types(types.get(key)))):
+            if not (yield from self._parameter(calls, value_types(known.get(key), root))):
                 return
         if before == "{":
             self._argue(before)
@@ -299,7 +366,7 @@ class AnswerParser:
                 held += new
             if found is not None and not found.partial:
                 self._take(self._at + len(found[0]))
-                self._argue('"' if is_text else _typed(held, types))
+                self._argue('"' if is_text else typed(held, types))
                 return True
             if self._ended:
                 return False
@@ -319,14 +386,15 @@ class AnswerParser:
         self._count += 1
         if self._parallel or self._count == 1:
             # nine characters, because the chat templates of Mistral take no other number
-            self._part.calls.append(Call(self._count - 1, own_id or uuid4().hex[:9], name))
+            self._part.pieces.append(Call(self._count - 1, own_id or uuid4().hex[:9], name))
 
     def _argue(self, text: str) -> None:
         if text and (self._parallel or self._count == 1):
-            calls, index = self._part.calls, self._count - 1
-            if not calls or calls[-1].index != index:
-                calls.append(Call(index, None, None))
-            calls[-1].arguments += text
+            last = self._part.pieces[-1] if self._part.pieces else None
+            if not isinstance(last, Call) or last.index != self._count - 1:
+                last = Call(self._count - 1, None, None)
+                self._part.pieces.append(last)
+            last.arguments += text
 
     # text
 
@@ -357,7 +425,8 @@ class AnswerParser:
 
     def _take(self, end: int) -> str:
         """Return the text up to ``end`` and forget it."""
-        taken, self._text, self._at = self._text[self._at : end], self._text[end:], 0
+        taken, self._text = self._text[self._at : end], self._text[end:]
+        self._taken, self._at = self._taken + end, 0
         return taken
 
 
@@ -417,28 +486,56 @@ def _name_and_arguments(call: Mapping[str, Any]) -> tuple[object, str | None]:
         return None, None
 
 
-def _types(schema: object) -> set[str]:
-    """Return the types that a value may have: text if none is named, no text if it is named elsewhere."""
-    if not isinstance(schema, Mapping):
-        return {"string"}
-    given = schema.get("type")
-    found = {one for one in (given if isinstance(given, list) else [given]) if isinstance(one, str)}
-    for name in ("enum", "anyOf", "oneOf", "allOf"):
-        for one in choices if isinstance(choices := schema.get(name), list) else ():
-            found |= (_TYPES[type(one)] or {"string"}) if name == "enum" else _types(one)
-    return found or ({"object", "array"} if "$ref" in schema else {"string"})
+def resolved(schema: object, root: Mapping[str, Any]) -> object:
+    """Return ``schema``, or what its ``$ref`` names in ``root``; a list or an object if that is not known."""
+    for _ in range(_MOST_REFERENCES):
+        if not isinstance(schema, Mapping) or not isinstance(name := schema.get("$ref"), str):
+            return schema
+        schema = root
+        for key in name.removeprefix("#").split("/")[1:]:
+            schema = schema.get(key, _NESTED) if isinstance(schema, Mapping) else _NESTED
+    return _NESTED
 
 
-def _typed(raw: str, types: set[str]) -> str:
-    """Return the JSON of a value that is written as text: of a type that it may have, else the text."""
-    word = raw.strip().lower()
+def value_types(schema: object, root: Mapping[str, Any]) -> set[str]:
+    """Return the types that a value may have: text if none is named, no text if it is named elsewhere. O(schema)."""
+    found, seen, left = set[str](), set[int](), [schema]
+    while left:
+        one = resolved(left.pop(), root)
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if not isinstance(one, Mapping):
+            found.add("string")
+            continue
+        given = one.get("type")
+        own = {name for name in (given if isinstance(given, list) else [given]) if isinstance(name, str)}
+        for value in choices(one):
+            own |= _TYPES[type(value)] or {"string"}
+        lists = [one.get(name) for name in ("anyOf", "oneOf", "allOf")]
+        parts = [part for some in lists if isinstance(some, list) for part in some]
+        left += parts
+        found |= own or (set() if parts else {"string"})
+    return found
+
+
+def choices(schema: Mapping[str, Any]) -> list[Any]:
+    """Return the values that a schema names."""
+    if "const" in schema:
+        return [schema["const"]]
+    named = schema.get("enum")
+    return named if isinstance(named, list) else []
+
+
+def typed(raw: str, types: set[str]) -> str:
+    """Return the JSON of a value that is written as text: itself if it has a type that it may have, else text."""
+    word = raw.strip()
+    word = word.lower() if word.lower() in ("true", "false", "null") else word
     try:
-        value = json.loads(word if word in ("true", "false", "null") else raw)
-        if types & _TYPES[type(value)]:
-            return _dumped(value)
+        value = json.loads(word, parse_constant=int)  # refuses NaN
     except (ValueError, RecursionError):
-        pass
-    return _dumped(raw)
+        return _dumped(raw)
+    return word if types & _TYPES[type(value)] else _dumped(raw)
 
 
 def _python_calls(text: str) -> list[tuple[str, str]]:

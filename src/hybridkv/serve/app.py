@@ -29,12 +29,13 @@ from hybridkv.runner.async_engine import EventSink
 from hybridkv.runner.engine import Engine
 from hybridkv.runner.inputs import encode
 from hybridkv.serve import embeddings, forms, responses
-from hybridkv.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, ResponseBody, TokenizeBody
+from hybridkv.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
 from hybridkv.serve.errors import ApiError, ErrorBody, answer_errors
 from hybridkv.serve.front import Front, Piece, ServeOptions, TokenTexts
 from hybridkv.serve.gates import BYTES_PER_SECOND, MOST_VALUES, BodyGate, HeadGate, Pace, check_key, check_origin
 from hybridkv.serve.generation import Answer, Asked
 from hybridkv.serve.metrics import Snapshot, SnapshotCollector
+from hybridkv.serve.response_bodies import ResponseBody
 
 _ERRORS: Final[dict[int | str, dict[str, Any]]] = {
     status: {"model": ErrorBody, "description": said}

@@ -215,7 +215,7 @@ class ResponseFormat(Body):
     json_schema: NamedSchema | None = None
 
 
-def _form_of(given: ResponseFormat | TextFormat | None) -> StructuredOutput | None:
+def form_of(given: ResponseFormat | TextFormat | None) -> StructuredOutput | None:
     """Return the form that OpenAI's fields name; None for text. ConfigError for a missing or superfluous schema."""
     if given is None:
         return None
@@ -330,7 +330,7 @@ class ChoicesBody(SamplingBody):
     @property
     def format_(self) -> StructuredOutput | None:
         """The form of the output in OpenAI's names."""
-        return _form_of(self.response_format)
+        return form_of(self.response_format)
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> ChoicesBody:
@@ -441,12 +441,16 @@ class ChatMessage(Body):
 
 
 class FunctionTool(Body):
-    """A function that may be called; ``parameters`` is a JSON schema. The chat template receives all of it."""
+    """A function that may be called; ``parameters`` is a JSON schema. The chat template receives all but ``strict``.
+
+    Attributes:
+        strict: whether arguments must obey the schema also if the model chooses what it calls.
+    """
 
     name: Text
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    says_nothing = {"strict": (False,)}
+    strict: Annotated[bool | None, Field(exclude=True)] = None
 
 
 class Tool(Body):
@@ -482,6 +486,33 @@ class TemplateBody(Body):
     tool_choice: Literal["auto", "none", "required"] | NamedChoice | None = None
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
 
+    @property
+    def may_call(self) -> bool:
+        """Whether the model chooses if it calls tools."""
+        return bool(self.tools) and self.tool_choice in (None, "auto")
+
+    @property
+    def called(self) -> str | None:
+        """The function that tool_choice names."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedChoice) else None
+
+    @property
+    def parameters(self) -> dict[str, dict[str, Any]]:
+        """The JSON schema of each function's parameters, by name."""
+        return {one.function.name: one.function.parameters or {} for one in self.tools or ()}
+
+    def forced(self, *, parallel: bool) -> StructuredOutput | None:
+        """Return the form of calls that are forced, ``parallel`` or one. ConfigError if there is no such function."""
+        if self.called is None and self.tool_choice != "required":
+            return None
+        offered = {one.function.name: arguments_schema(one.function) for one in self.tools or ()}
+        if not offered or self.called not in (None, *offered):
+            raise ConfigError(
+                f"tool_choice forces a call of {self.called or 'a function'}, which is not in tools: add it"
+            )
+        schema = offered[self.called] if self.called else _calls_schema(offered, parallel=parallel)
+        return StructuredOutput("json_schema", json.dumps(schema))
+
 
 class ChatBody(ChoicesBody, TemplateBody):
     """The body of /v1/chat/completions.
@@ -514,32 +545,14 @@ class ChatBody(ChoicesBody, TemplateBody):
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
 
     @property
-    def may_call(self) -> bool:
-        """Whether the model chooses if it calls tools."""
-        return bool(self.tools) and self.tool_choice in (None, "auto")
-
-    @property
-    def called(self) -> str | None:
-        """The function that tool_choice names."""
-        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedChoice) else None
+    def template(self) -> TemplateBody:
+        """The inputs of the chat template."""
+        return self
 
     @property
     def format_(self) -> StructuredOutput | None:
         """The form of calls that are forced, or the form of the output. ConfigError if there is no such function."""
-        if self.called is None and self.tool_choice != "required":
-            return super().format_
-        offered = {one.function.name: _arguments_schema(one.function) for one in self.tools or ()}
-        if not offered or self.called not in (None, *offered):
-            raise ConfigError(
-                f"tool_choice forces a call of {self.called or 'a function'}, which is not in tools: add it"
-            )
-        schema = offered[self.called] if self.called else _calls_schema(offered, self.parallel_tool_calls)
-        return StructuredOutput("json_schema", json.dumps(schema))
-
-    @property
-    def parameters(self) -> dict[str, dict[str, Any]]:
-        """The JSON schema of each function's parameters, by name."""
-        return {one.function.name: one.function.parameters or {} for one in self.tools or ()}
+        return self.forced(parallel=self.parallel_tool_calls is not False) or super().format_
 
     @property
     def most_tokens(self) -> int | None:
@@ -558,13 +571,13 @@ class ChatBody(ChoicesBody, TemplateBody):
         return self
 
 
-def _arguments_schema(function: FunctionTool) -> dict[str, Any]:
+def arguments_schema(function: FunctionTool) -> dict[str, Any]:
     """Return the schema of a function's arguments. A function without parameters takes no arguments."""
     given = function.parameters
     return {**({"additionalProperties": False} if given is None else given), "type": "object"}
 
 
-def _calls_schema(offered: Mapping[str, dict[str, Any]], parallel: bool | None) -> dict[str, Any]:  # private
+def _calls_schema(offered: Mapping[str, dict[str, Any]], *, parallel: bool) -> dict[str, Any]:
     """Return the schema of a list of calls. Definitions move to its top, where references look for them.
 
     Raises ConfigError for two definitions of one name.
@@ -579,7 +592,7 @@ def _calls_schema(offered: Mapping[str, dict[str, Any]], parallel: bool | None) 
                     raise ConfigError(f"two tools define {defined!r} in their {place}: rename one of them")
         fields = {"name": {"enum": [name]}, "arguments": arguments}
         calls.append({"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False})
-    most = {"maxItems": 1} if parallel is False else {}
+    most = {} if parallel else {"maxItems": 1}
     return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, **shared}
 
 
@@ -605,80 +618,3 @@ class DetokenizeBody(Body):
 
     model: str | None = None
     tokens: Ids
-
-
-class InputMessage(Body):
-    """One message of /v1/responses: from a client, or copied from an earlier answer. Its id is ignored."""
-
-    says_nothing = {"status": ("completed", "incomplete"), "phase": ()}
-
-    id: str | None = None
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], _FIRST]
-
-
-class ReasoningPart(Body):
-    """A piece of reasoning."""
-
-    type: Literal["reasoning_text"]
-    text: str
-
-
-class InputReasoning(Body):
-    """The reasoning of an earlier answer; the message that follows has it for the chat template."""
-
-    says_nothing = {"status": ("completed", "incomplete"), "encrypted_content": (), "summary": ([],)}
-
-    id: str | None = None
-    type: Literal["reasoning"]
-    content: Annotated[list[ReasoningPart], _FIRST] | None = None
-
-
-class ResponseBody(SamplingBody):
-    """The body of /v1/responses with text input and output. ``instructions`` is a system message before ``input``."""
-
-    says_nothing = {
-        "background": (False,),
-        "conversation": (),
-        "include": ([],),
-        "metadata": ({},),
-        "parallel_tool_calls": (True,),
-        "previous_response_id": (),
-        "prompt": (),
-        "reasoning": (),
-        "service_tier": ("auto", "default"),
-        "store": (False,),
-        "tool_choice": ("auto", "none"),
-        "tools": ([],),
-        "top_logprobs": (0,),
-        "truncation": ("disabled",),
-        "user": (),
-    }
-
-    input: Text | Annotated[list[InputMessage | InputReasoning], _SOME]
-    instructions: Text | None = None
-    text: TextBody | None = None
-    max_output_tokens: int | None = None
-
-    @property
-    def format_(self) -> StructuredOutput | None:
-        """The form of the output in OpenAI's names."""
-        return None if self.text is None else _form_of(self.text.format)
-
-    @property
-    def messages(self) -> list[ChatMessage]:
-        """The conversation."""
-        said = [InputMessage(role="user", content=self.input)] if isinstance(self.input, str) else self.input
-        made, thought = list[ChatMessage](), None
-        for one in said:
-            if isinstance(one, InputReasoning):
-                thought = "\n".join(part.text for part in one.content or ()) or None
-                continue
-            reasoning = thought if one.role == "assistant" else None
-            made.append(ChatMessage(role=one.role, content=one.content, reasoning=reasoning))
-            thought = None
-        if not made:
-            raise ConfigError("input has no message: add one")
-        first = [] if self.instructions is None else [ChatMessage(role="system", content=self.instructions)]
-        return [*first, *made]

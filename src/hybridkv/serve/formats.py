@@ -37,6 +37,10 @@ class CallFormat:
         key: the beginning of a parameter, with the group ``key``.
         close: the end of a parameter's value.
         python: whether calls are written in Python.
+        written: a call as models write it, with its %name and %arguments; %number is any. Empty if ``call_forms`` does
+            not write it.
+        parameter: one of the %arguments with its %key and %value; empty if they are JSON.
+        listed: the texts before, between and after several calls. Empty if each is written alone.
         named: texts that name this format if a chat template and the special tokens have all of them.
     """
 
@@ -49,6 +53,9 @@ class CallFormat:
     close: str = ""
     python: bool = False
     named: tuple[str, ...] = ()
+    written: str = ""
+    parameter: str = ""
+    listed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +83,12 @@ def _functions(start: str, end: str, *, named: tuple[str, ...]) -> CallFormat:
         key=r"\s*<parameter=(?P<key>[^<>\n]+)>(?:\n|(?=[^\n]))",
         close=r"\n?</parameter>",
         named=named,
+        written=f"{start}\n<function=%name>%arguments\n</function>\n{end}",
+        parameter="\n<parameter=%key>\n%value\n</parameter>",
     )
 
 
+_OBJECT: Final = '{"name": "%name", "arguments": %arguments}'
 _TOOL_CALL: Final = ("<tool_call>",)
 _DEEPSEEK: Final = ("<｜tool▁call▁begin｜>",)
 _DEEPSEEK_AROUND: Final = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
@@ -97,6 +107,8 @@ CALLS: Final[Mapping[str, CallFormat]] = {
         key=r"\s*<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>",
         close=r"</arg_value>",
         named=("<arg_key>",),
+        written="<tool_call>%name%arguments\n</tool_call>",
+        parameter="\n<arg_key>%key</arg_key>\n<arg_value>%value</arg_value>",
     ),
     "minimax_m2": CallFormat(
         head=r'<invoke name="(?P<name>[^"<>]+)">',
@@ -106,6 +118,8 @@ CALLS: Final[Mapping[str, CallFormat]] = {
         key=r'\s*<parameter name="(?P<key>[^"<>]+)">',
         close=r"</parameter>",
         named=("<minimax:tool_call>",),
+        written='<invoke name="%name">%arguments\n</invoke>',
+        parameter='\n<parameter name="%key">%value</parameter>',
     ),
     "kimi_k2": CallFormat(
         head=r"<\|tool_call_begin\|>\s*(?P<id>(?:\w+\.)?(?P<name>[^<>\s:]+):\d+)\s*<\|tool_call_argument_begin\|>\s*(?=\{)",
@@ -113,6 +127,7 @@ CALLS: Final[Mapping[str, CallFormat]] = {
         end=(r"\s*<\|tool_call_end\|>",),
         around=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
         named=("<|tool_call_begin|>",),
+        written="<|tool_call_begin|>functions.%name:%number<|tool_call_argument_begin|>%arguments<|tool_call_end|>",
     ),
     "deepseek_v3": CallFormat(
         head=r"<｜tool▁call▁begin｜>(?:function)?<｜tool▁sep｜>(?P<name>[^<>\s]+)\n```json\n\s*(?=\{)",
@@ -120,6 +135,7 @@ CALLS: Final[Mapping[str, CallFormat]] = {
         end=(r"\s*```<｜tool▁call▁end｜>",),
         around=_DEEPSEEK_AROUND,
         named=(*_DEEPSEEK, "```json"),
+        written="<｜tool▁call▁begin｜>function<｜tool▁sep｜>%name\n```json\n%arguments\n```<｜tool▁call▁end｜>",
     ),
     "deepseek_v31": CallFormat(
         head=r"<｜tool▁call▁begin｜>\s*(?P<name>[^<>\s]+)\s*<｜tool▁sep｜>\s*(?=\{)",
@@ -127,11 +143,13 @@ CALLS: Final[Mapping[str, CallFormat]] = {
         end=(r"\s*<｜tool▁call▁end｜>",),
         around=_DEEPSEEK_AROUND,
         named=_DEEPSEEK,
+        written="<｜tool▁call▁begin｜>%name<｜tool▁sep｜>%arguments<｜tool▁call▁end｜>",
     ),
     "mistral": CallFormat(
         head=r"\[TOOL_CALLS\]\s*(?:(?=[\[{])|(?P<name>[^\s\[\]{}]+)\s*(?:\[CALL_ID\](?P<id>\w+))?(?:\[ARGS\])?\s*(?=\{))",
         begin=("[TOOL_CALLS]",),
         named=("[TOOL_CALLS]",),
+        written="[TOOL_CALLS]%name[ARGS]%arguments",
     ),
     "openai": CallFormat(
         head=r"(?:<\|start\|>assistant to=functions\.(?P<name>[\w\-]+)\s*<\|channel\|>(?:commentary|analysis)"
@@ -144,12 +162,15 @@ CALLS: Final[Mapping[str, CallFormat]] = {
         ),
         around=(*_HARMONY, *_HARMONY_ENDS),
         named=("<|channel|>", "functions"),
+        written="<|channel|>commentary to=functions.%name <|constrain|>json<|message|>%arguments",
     ),
     "granite": CallFormat(
         head=r"(?:<\|tool_call\|>|<tool_call>)\s*(?=[\[{])",
         begin=("<|tool_call|>", "<tool_call>"),
         end=(r"\s*</tool_call>",),
         named=("<|tool_call|>", "<|start_of_role|>"),
+        written=_OBJECT,
+        listed=("<|tool_call|>[", ", ", "]"),
     ),
     "llama4_pythonic": CallFormat(
         head=r"(?:<\|python_start\|>)?\s*(?=\[\s*[A-Za-z_][\w.]*\()",
@@ -160,15 +181,23 @@ CALLS: Final[Mapping[str, CallFormat]] = {
         named=("<|python_start|>",),
     ),
     "hermes": CallFormat(
-        head=r"<tool_call>\s*(?=[\[{])", begin=_TOOL_CALL, end=(r"\s*</tool_call>",), named=_TOOL_CALL
+        head=r"<tool_call>\s*(?=[\[{])",
+        begin=_TOOL_CALL,
+        end=(r"\s*</tool_call>",),
+        named=_TOOL_CALL,
+        written=f"<tool_call>\n{_OBJECT}\n</tool_call>",
     ),
     "llama3_json": CallFormat(
         head=r"(?:<\|python_tag\|>)?\s*(?=\{)",
         begin=("<|python_tag|>",),
         bare=True,
         named=("<|python_tag|>", '"parameters"'),
+        written='{"name": "%name", "parameters": %arguments}',
+        listed=("", "; ", ""),
     ),
-    "phi4_mini_json": CallFormat(head=r"functools\s*(?=\[)", begin=("functools",)),
+    "phi4_mini_json": CallFormat(
+        head=r"functools\s*(?=\[)", begin=("functools",), written=_OBJECT, listed=("functools[", ", ", "]")
+    ),
     "pythonic": CallFormat(head=r"\s*(?=\[\s*[A-Za-z_][\w.]*\()", bare=True, python=True),
 }
 """Formats of calls by name. The first one that a tokenizer names is chosen."""

@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import time
 import uuid
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any, Final, Literal, NotRequired
 
 from starlette.requests import Request
 from typing_extensions import TypedDict
 
 from hybridkv.errors import ConfigError
+from hybridkv.request import SamplingParams
 from hybridkv.runner.completion import Completion, Increment
 from hybridkv.runner.sampling.draws import TokenLogprob
 from hybridkv.schedule import FinishReason
 from hybridkv.serve.answers import AnswerParser, Call, Part
-from hybridkv.serve.bodies import ChatBody, ChoicesBody, CompletionBody, ResponseBody, StreamOptions
-from hybridkv.serve.formats import OBJECTS, Formats, ReasoningFormat
+from hybridkv.serve.bodies import ChatBody, ChoicesBody, CompletionBody, StreamOptions
+from hybridkv.serve.call_forms import framed
+from hybridkv.serve.formats import OBJECTS, Formats
 from hybridkv.serve.front import Front, TokenTexts
 from hybridkv.serve.generation import Asked, event
+from hybridkv.serve.response_bodies import ResponseBody
 
 DEFAULT_MAX_TOKENS: Final = 16
 _MOST_MARK_TOKENS: Final = 64
 """Tokens at the end of a prompt that hold any mark, and white space after it."""
+_UNFINISHED: Final = "\N{REPLACEMENT CHARACTER}"
+"""The text of tokens that are a part of a character."""
 LEAST: Final = -9999.0
 """The log probability of an impossible token: JSON has no infinity."""
 DONE: Final = event("[DONE]")
@@ -58,33 +63,83 @@ async def ask_completion(front: Front, body: CompletionBody, request: Request) -
 async def ask_chat(front: Front, body: ChatBody, request: Request) -> Asked:
     """Return the request for ``body``. Raises as ``ask_completion``."""
     salt = front.salt(request, body)
-    if body.may_call and front.formats.calls is None:
-        raise ConfigError(
-            f"how {front.name} writes calls is not known: start the server with --tool-call-parser, or set tool_choice "
-            "to a function, required or none"
-        )
+    formats = formats_of(front, body)
     prompts = [await front.tokens.conversation(request, body.messages, body)]
-    sampling = body.sampling(
-        front.most_tokens(prompts, body.most_tokens),
-        n=body.n,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        **marks_shown(formats_of(front, body)),
-    )
+    counted = {"n": body.n, "logprobs": (body.top_logprobs or 0) if body.logprobs else None}
+    sampling = asked_sampling(front, body, formats, prompts, body.most_tokens, **counted)
     await front.compile(request, sampling.structured)
     return Asked(f"chatcmpl-{uuid.uuid4().hex}", prompts, sampling, salt, body.said_hints)
 
 
+def asked_sampling(
+    front: Front,
+    body: ChatBody | ResponseBody,
+    formats: Formats,
+    prompts: Sequence[Sequence[int]],
+    most: int | None,
+    **more: int | None,
+) -> SamplingParams:
+    """Return the sampling for the answer to one prompt; ``more`` fields are set. Raises as ``ask_completion``."""
+    inside, parallel = begins_reasoning(front, formats, prompts[0]), body.parallel_tool_calls is not False
+    form = framed(body.structured, formats, body.template, inside=inside, parallel=parallel)
+    if formats.calls not in (None, OBJECTS) or formats.reasoning is not None:
+        more["skip_special_tokens"] = False  # marks may be special
+    return body.sampling(front.most_tokens(prompts, most), structured=form, **more)
+
+
 def formats_of(front: Front, body: ChatBody | ResponseBody) -> Formats:
-    """Return the formats in which the answer to ``body`` is read."""
-    chat = body if isinstance(body, ChatBody) else None
-    if body.structured is not None:  # no mark can be in the output
-        return Formats(OBJECTS if chat is not None and chat.tool_choice == "required" else None, None)
-    return Formats(front.formats.calls if chat is not None and chat.may_call else None, front.formats.reasoning)
+    """Return the formats in which the answer to ``body`` is read. ConfigError if that of calls is not known."""
+    tools, calls = body.template, front.formats.calls
+    if tools.may_call and calls is None:
+        raise ConfigError(
+            f"how {front.name} writes calls is not known: start the server with --tool-call-parser, or set tool_choice "
+            "to a function, required or none"
+        )
+    if tools.tool_choice == "required":
+        calls = OBJECTS
+    elif not tools.may_call or (
+        body.structured is not None and calls is not None and (calls.bare or not calls.written)
+    ):
+        calls = None  # beside a form, a frame cannot write calls without marks or in Python
+    return Formats(calls, front.formats.reasoning)
 
 
-def marks_shown(formats: Formats) -> dict[str, bool]:
-    """Return the sampling for text with the marks of ``formats``, which may be special tokens."""
-    return {} if formats.calls in (None, OBJECTS) and formats.reasoning is None else {"skip_special_tokens": False}
+def begins_reasoning(front: Front, formats: Formats, prompt: Sequence[int]) -> bool:
+    """Return whether ``prompt`` ends with the beginning of reasoning."""
+    if formats.reasoning is None:
+        return False
+    last = list(prompt[-_MOST_MARK_TOKENS:])
+    text = str(front.loaded.tokenizer.decode(last, skip_special_tokens=False))
+    return text.rstrip().endswith(formats.reasoning.start)
+
+
+def parser_of(front: Front, body: ChatBody | ResponseBody, prompt: Sequence[int]) -> AnswerParser:
+    """Return a parser of an answer to ``body``."""
+    formats, tools = formats_of(front, body), body.template
+    return AnswerParser(
+        formats.calls,
+        formats.reasoning,
+        tools.parameters,
+        named=tools.called,
+        inside=begins_reasoning(front, formats, prompt),
+        parallel=body.parallel_tool_calls is not False,
+    )
+
+
+def reasoning_tokens(front: Front, done: Completion, parser: AnswerParser) -> int:
+    """Return how many tokens of an output have text of its reasoning. O(tokens * log(tokens)) if there is any."""
+    ends = set(front.loaded.eos_token_ids)
+    ids = [one for one in done.token_ids if one not in ends] if parser.thoughts else []
+
+    def characters(count: int) -> int:
+        text = str(front.loaded.tokenizer.decode(ids[:count], skip_special_tokens=False))
+        return len(text.rstrip(_UNFINISHED))
+
+    total = 0
+    for begin, end in parser.thoughts:
+        before, upto = (bisect_left(range(len(ids)), place, key=characters) for place in (begin, end))
+        total += upto - before + (characters(before) > begin)  # one token has the mark and text
+    return total
 
 
 # log probabilities: columns for completions, a record a token for chats
@@ -184,6 +239,12 @@ class CachedTokens(TypedDict):
     cached_tokens: int
 
 
+class ReasoningTokens(TypedDict):
+    """The output tokens with text of reasoning, without its marks."""
+
+    reasoning_tokens: int
+
+
 class Usage(TypedDict):
     """Token counts of all prompts and outputs of an answer. The details are there once every prompt is computed."""
 
@@ -191,6 +252,7 @@ class Usage(TypedDict):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens | None
+    completion_tokens_details: NotRequired[ReasoningTokens | None]
 
 
 class Choice(TypedDict):
@@ -413,21 +475,11 @@ class ChatForm(ChoicesForm):
 
     def __init__(self, front: Front, body: ChatBody, asked: Asked) -> None:
         super().__init__(front, body, asked)
-        prompt, formats = asked.prompts[0], formats_of(front, body)
-        inside = begins_reasoning(front, formats.reasoning, prompt)
+        prompt = asked.prompts[0]
         self._writers = [RecordWriter(self._texts, prompt[-1]) for _ in range(asked.sampling.n)]
         self._shows_reasoning = body.include_reasoning is not False
-        self._parsers = [
-            AnswerParser(
-                formats.calls,
-                formats.reasoning,
-                body.parameters,
-                named=body.called,
-                inside=inside,
-                parallel=body.parallel_tool_calls is not False,
-            )
-            for _ in range(asked.sampling.n)
-        ]
+        self._parsers = [parser_of(front, body, prompt) for _ in range(asked.sampling.n)]
+        self._reasoned: int | None = None
 
     def begin(self) -> Iterable[bytes]:
         """Yield the role of every output."""
@@ -445,18 +497,26 @@ class ChatForm(ChoicesForm):
             answer["prompt_token_ids"] = list(self._asked.prompts[0])
         return answer
 
+    def _usage(self) -> Usage:
+        """Return the counts so far, with those of reasoning once an output has ended."""
+        details: ReasoningTokens | None = None if self._reasoned is None else {"reasoning_tokens": self._reasoned}
+        return {**super()._usage(), "completion_tokens_details": details}
+
     def _choice(self, number: int, new: Increment | Completion) -> dict[str, Any]:
         self._output_tokens += len(new.token_ids)
         made: dict[str, Any] = {"index": number}
         parser, whole = self._parsers[number], isinstance(new, Completion)
         part = parser.feed(new.text or "", ended=new.finish_reason is not None)
-        said = _said(part if self._shows_reasoning else replace(part, reasoning=""), whole=whole)
+        said = _said(part, whole=whole, reasoning=self._shows_reasoning)
         if whole:
             content = part.content or (None if part.calls else "")
             made["message"] = {"role": "assistant", "content": content, "refusal": None} | said
         else:
             made["delta"] = said
         made["logprobs"] = None if new.logprobs is None else self._writers[number].output(new.logprobs)
+        done = new if isinstance(new, Completion) else new.completion
+        if done is not None:
+            self._reasoned = (self._reasoned or 0) + reasoning_tokens(self._front, done, parser)
         ended = self._ended(number, new)
         made["finish_reason"] = "tool_calls" if ended == FinishReason.STOP and parser.called else ended
         if self._returns_ids:
@@ -464,23 +524,15 @@ class ChatForm(ChoicesForm):
         return made
 
 
-def begins_reasoning(front: Front, reasoning: ReasoningFormat | None, prompt: Sequence[int]) -> bool:
-    """Return whether ``prompt`` ends with the beginning of reasoning."""
-    if reasoning is None:
-        return False
-    last = list(prompt[-_MOST_MARK_TOKENS:])
-    return str(front.loaded.tokenizer.decode(last, skip_special_tokens=False)).rstrip().endswith(reasoning.start)
-
-
-def _said(part: Part, *, whole: bool) -> Delta:
+def _said(part: Part, *, whole: bool, reasoning: bool) -> Delta:
     """Return the fields of a new part; a call of a ``whole`` message has no index."""
     said: Delta = {}
-    if part.reasoning:
-        said["reasoning"] = said["reasoning_content"] = part.reasoning
-    if part.content:
-        said["content"] = part.content
-    if part.calls:
-        said["tool_calls"] = [_called(one, whole=whole) for one in part.calls]
+    if reasoning and (thought := part.reasoning):
+        said["reasoning"] = said["reasoning_content"] = thought
+    if content := part.content:
+        said["content"] = content
+    if calls := part.calls:
+        said["tool_calls"] = [_called(one, whole=whole) for one in calls]
     return said
 
 

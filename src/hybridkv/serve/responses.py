@@ -3,8 +3,10 @@
 Responses have text input and output: one turn of a conversation, which is not stored. Their streams are
 
     response.created, .in_progress
-    output_item.added, content_part.added, output_text.delta ...,      the message; before it, the same for reasoning,
-        output_text.done, content_part.done, output_item.done          with reasoning_text
+    output_item.added, content_part.added, output_text.delta ...,      a message; reasoning is the same with
+        output_text.done, content_part.done, output_item.done          reasoning_text
+    output_item.added, function_call_arguments.delta ...,              a call
+        function_call_arguments.done, output_item.done
     response.completed or .incomplete
 """
 
@@ -20,19 +22,19 @@ from typing_extensions import TypedDict
 
 from hybridkv.runner.completion import Completion, Increment
 from hybridkv.schedule import FinishReason
-from hybridkv.serve.answers import AnswerParser
-from hybridkv.serve.bodies import ResponseBody, TemplateBody
-from hybridkv.serve.forms import begins_reasoning, formats_of, marks_shown
+from hybridkv.serve.answers import Call, Said
+from hybridkv.serve.forms import asked_sampling, formats_of, parser_of, reasoning_tokens
 from hybridkv.serve.front import Front
 from hybridkv.serve.generation import Asked, event
+from hybridkv.serve.response_bodies import ResponseBody
 
 
 async def ask_response(front: Front, body: ResponseBody, request: Request) -> Asked:
     """Return the request for ``body``. Raises as ``ask_completion``."""
     salt = front.salt(request, body)
-    prompts = [await front.tokens.conversation(request, body.messages, TemplateBody())]
-    shown = marks_shown(formats_of(front, body))
-    sampling = body.sampling(front.most_tokens(prompts, body.max_output_tokens), **shown)
+    formats = formats_of(front, body)
+    prompts = [await front.tokens.conversation(request, body.messages, body.template)]
+    sampling = asked_sampling(front, body, formats, prompts, body.max_output_tokens)
     await front.compile(request, sampling.structured)
     return Asked(f"resp_{uuid.uuid4().hex}", prompts, sampling, salt, body.said_hints)
 
@@ -49,14 +51,17 @@ class OutputText(TypedDict):
 
 
 class OutputItem(TypedDict):
-    """The assistant's message, or the reasoning before it, which has a summary instead of a role."""
+    """A message of the assistant, reasoning, which has a summary instead of a role, or a call."""
 
     id: str
-    type: Literal["message", "reasoning"]
+    type: Literal["message", "reasoning", "function_call"]
+    status: Status
     role: NotRequired[Literal["assistant"]]
     summary: NotRequired[list[Any]]
-    status: Status
-    content: list[OutputText]
+    content: NotRequired[list[OutputText]]
+    call_id: NotRequired[str]
+    name: NotRequired[str]
+    arguments: NotRequired[str]
 
 
 class ResponseAnswer(TypedDict):
@@ -80,8 +85,8 @@ class ResponseAnswer(TypedDict):
     temperature: float
     top_p: float
     text: dict[str, dict[str, Any]]
-    tool_choice: Literal["auto"]
-    tools: list[Any]
+    tool_choice: str | dict[str, str]
+    tools: list[dict[str, Any]]
     truncation: Literal["disabled"]
     metadata: dict[str, str]
     usage: dict[str, Any] | None
@@ -93,66 +98,74 @@ class ResponseForm:
     def __init__(self, front: Front, body: ResponseBody, asked: Asked) -> None:
         self._front, self._body, self._asked = front, body, asked
         self._created = int(time.time())
-        self._sent = 0
+        self._sent = self._reasoned = 0
         self._done: Completion | None = None
         self._items: list[OutputItem] = []  # the last one grows
-        reasoning, prompt = formats_of(front, body).reasoning, asked.prompts[0]
-        self._parser = AnswerParser(None, reasoning, {}, inside=begins_reasoning(front, reasoning, prompt))
+        self._parser = parser_of(front, body, asked.prompts[0])
 
     def begin(self) -> Iterable[bytes]:
         """Yield a response that is empty."""
         for name in ("created", "in_progress"):
             yield self._event(f"response.{name}", response=self._response("in_progress"))
 
-    def part(self, choice: int, new: Increment) -> Iterable[bytes]:  # noqa: ARG002  # there is one output
-        """Yield the new parts of reasoning and message."""
-        self._done = new.completion
-        part = self._parser.feed(new.text or "", ended=new.completion is not None)
-        if part.reasoning:
-            yield from self._grow("reasoning", part.reasoning)
-        if part.content:
-            yield from self._grow("message", part.content)
+    def part(self, choice: int, new: Increment | Completion) -> Iterable[bytes]:  # noqa: ARG002  # there is one output
+        """Yield the new parts of items."""
+        self._done = new if isinstance(new, Completion) else new.completion
+        for piece in self._parser.feed(new.text or "", ended=self._done is not None).pieces:
+            yield from self._grow(piece)
+        if self._done is not None:
+            self._reasoned = reasoning_tokens(self._front, self._done, self._parser)
 
     def end(self) -> Iterable[bytes]:
-        """Yield the whole text, message and response."""
+        """Yield the end of the last item, and the response. An output without any item has an empty message."""
         status = _status(self._done)
-        yield from self._turn_to("message", status)
+        if all(one["type"] == "reasoning" for one in self._items):
+            yield from self._open(_item("message"), status)
         yield from self._close(status)
         yield self._event(f"response.{status}", response=self._response(status))
 
     def whole(self, done: Sequence[Completion]) -> ResponseAnswer:
-        """Return the whole response."""
-        self._done = done[0]
-        status, part = _status(done[0]), self._parser.feed(done[0].text or "", ended=True)
-        thought = "completed" if part.content else status
-        self._items = [_item("reasoning", thought, part.reasoning)] if part.reasoning else []
-        self._items.append(_item("message", status, part.content))
-        return self._response(status)
+        """Return the whole response: that of the last event."""
+        for _ in (*self.part(0, done[0]), *self.end()):
+            pass
+        return self._response(_status(self._done))
 
-    def _grow(self, kind: Literal["message", "reasoning"], text: str) -> Iterable[bytes]:
-        yield from self._turn_to(kind, "completed")
+    def _grow(self, piece: Said | Call) -> Iterable[bytes]:
+        if isinstance(piece, Call):
+            if piece.name is not None:
+                yield from self._open(_item("function_call", call_id=piece.id, name=piece.name, arguments=""))
+            self._items[-1]["arguments"] += piece.arguments
+            if piece.arguments:
+                yield self._at_item("response.function_call_arguments.delta", delta=piece.arguments)
+            return
+        kind: Literal["message", "reasoning"] = "message" if piece.kind == "content" else "reasoning"
+        text = piece.text
+        if not self._items or self._items[-1]["type"] != kind:
+            text = text.lstrip() if self._items else text
+            yield from self._open(_item(kind))
         said = self._items[-1]["content"][0]
         said["text"] += text
-        more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-        yield self._at_text(f"response.{said['type']}.delta", delta=text, **more)
+        yield self._at_text(f"{said['type']}.delta", delta=text)
 
-    def _turn_to(self, kind: Literal["message", "reasoning"], status: Status) -> Iterable[bytes]:
-        """Yield the end of the item that grows, with ``status``, and the beginning of one of another ``kind``."""
-        if self._items and self._items[-1]["type"] == kind:
-            return
+    def _open(self, item: OutputItem, status: Status = "completed") -> Iterable[bytes]:
+        """Yield the end of the item that grows, with ``status``, and the beginning of ``item``."""
         if self._items:
             yield from self._close(status)
-        self._items.append(item := _item(kind, "in_progress", ""))
-        empty = {**item, "content": []}
+        self._items.append(item)
+        empty = {**item, "content": []} if "content" in item else item
         yield self._event("response.output_item.added", output_index=len(self._items) - 1, item=empty)
-        yield self._at_text("response.content_part.added", part=item["content"][0])
+        if "content" in item:
+            yield self._at_item("response.content_part.added", content_index=0, part=item["content"][0])
 
     def _close(self, status: Status) -> Iterable[bytes]:
         item = self._items[-1]
-        item["status"], said = status, item["content"][0]
-        more: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
-        yield self._at_text(f"response.{said['type']}.done", text=said["text"], **more)
-        yield self._at_text("response.content_part.done", part=said)
+        item["status"] = status
+        if "content" in item:
+            said = item["content"][0]
+            yield self._at_text(f"{said['type']}.done", text=said["text"])
+            yield self._at_item("response.content_part.done", content_index=0, part=said)
+        else:
+            yield self._at_item("response.function_call_arguments.done", arguments=item["arguments"])
         yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
     def _event(self, kind: str, **fields: object) -> bytes:
@@ -160,12 +173,17 @@ class ResponseForm:
         self._sent += 1
         return event(made, kind)
 
-    def _at_text(self, kind: str, **fields: object) -> bytes:
+    def _at_item(self, kind: str, **fields: object) -> bytes:
         place = len(self._items) - 1
-        return self._event(kind, item_id=self._items[place]["id"], output_index=place, content_index=0, **fields)
+        return self._event(kind, item_id=self._items[place]["id"], output_index=place, **fields)
+
+    def _at_text(self, kind: str, **fields: object) -> bytes:
+        more: dict[str, Any] = {"logprobs": []} if kind.startswith("output_text") else {}
+        return self._at_item(f"response.{kind}", content_index=0, **fields, **more)
 
     def _response(self, status: Status) -> ResponseAnswer:
         body, done = self._body, self._done
+        choice = body.tool_choice or "auto"
         return {
             "id": self._asked.id,
             "object": "response",
@@ -177,7 +195,7 @@ class ResponseForm:
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "output": [] if status == "in_progress" else self._items,
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "prompt_cache_key": body.prompt_cache_key,
             "prompt_cache_retention": body.prompt_cache_retention,
@@ -185,11 +203,11 @@ class ResponseForm:
             "temperature": self._asked.sampling.temperature,
             "top_p": self._asked.sampling.top_p,
             "text": {"format": _format(body)},
-            "tool_choice": "auto",
-            "tools": [],
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+            "tools": [{**one.model_dump(), "strict": one.strict} for one in body.tools or ()],
             "truncation": "disabled",
             "metadata": {},
-            "usage": None if done is None else _response_usage(done),
+            "usage": None if done is None else _response_usage(done, self._reasoned),
         }
 
 
@@ -203,21 +221,24 @@ def _format(body: ResponseBody) -> dict[str, Any]:
     return {"type": "text"} if given is None else given.model_dump(by_alias=True, exclude_unset=True)
 
 
-def _item(kind: Literal["message", "reasoning"], status: Status, text: str) -> OutputItem:
-    if kind == "reasoning":
-        said: OutputText = {"type": "reasoning_text", "text": text}
-        return {"id": f"rs_{uuid.uuid4().hex}", "type": kind, "summary": [], "status": status, "content": [said]}
-    said = {"type": "output_text", "text": text, "annotations": []}
-    return {"id": f"msg_{uuid.uuid4().hex}", "type": kind, "role": "assistant", "status": status, "content": [said]}
+def _item(kind: Literal["message", "reasoning", "function_call"], **more: str | None) -> OutputItem:
+    """Return an empty item."""
+    fields: dict[str, dict[str, Any]] = {
+        "message": {"role": "assistant", "content": [{"type": "output_text", "text": "", "annotations": []}]},
+        "reasoning": {"summary": [], "content": [{"type": "reasoning_text", "text": ""}]},
+        "function_call": {**more},
+    }
+    name = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
+    return {"id": f"{name}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress", **fields[kind]}  # type: ignore[typeddict-item]  # of its kind
 
 
-def _response_usage(done: Completion) -> dict[str, Any]:
+def _response_usage(done: Completion, reasoned: int) -> dict[str, Any]:
     """Return the token counts with the names of responses."""
     read, written = len(done.prompt_token_ids), len(done.token_ids)
     return {
         "input_tokens": read,
         "input_tokens_details": {"cached_tokens": done.hit_tokens},
         "output_tokens": written,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": reasoned},
         "total_tokens": read + written,
     }
