@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from hybridkv.request import SamplingParams
 
-SCHEMA_VERSION: Final = 5
+SCHEMA_VERSION: Final = 6
 
 Float32 = NDArray[np.float32]
 Int32 = NDArray[np.int32]
@@ -212,6 +212,7 @@ class NewRow:
         sampling: How its tokens are sampled.
         encoder: Its encoder output; ``None`` without cross attention.
         held_ids: With ``sampling.min_tokens``, the tokens that are not sampled before so many outputs.
+        lora: Name of its adapter; ``None`` for the model itself.
     """
 
     row: int
@@ -221,6 +222,7 @@ class NewRow:
     sampling: SamplingParams
     encoder: EncoderRead | None = None
     held_ids: tuple[int, ...] = ()
+    lora: str | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -80,6 +80,7 @@ def new_rows(draw: st.DrawFn) -> NewRow:
         draw(samplings()),
         draw(st.one_of(st.none(), read)),
         tuple(draw(st.lists(COUNT, max_size=2))),
+        draw(st.none() | NAME),
     )
 
 

@@ -310,6 +310,7 @@ def _new_row(request: Request, *, encodes: bool) -> NewRow:
         sampling=request.sampling,
         encoder=read,
         held_ids=request.held_ids,
+        lora=None if request.lora is None else request.lora.name,
     )
 
 

@@ -302,6 +302,7 @@ class NewRowMessage(_Part):
     sampling: SamplingMessage
     encoder: EncoderMessage | None
     held_ids: TokenIds
+    lora: str | None
 
     def __post_init__(self) -> None:
         if self.num_prompt_tokens > len(self.token_ids):

@@ -188,7 +188,7 @@ def test_result_that_does_not_fit_changes_nothing() -> None:
         (StepResult(0, Csr.empty(1)), "one token for each row that samples"),
         (StepResult(0, Csr.from_lists([[1, 2]])), "one token for each row that samples"),
         (StepResult(0, Csr.from_lists([[-1]])), "token -1"),
-        (replace(good, schema_version=99), "schema 99, newer than 5"),
+        (replace(good, schema_version=99), "schema 99, newer than 6"),
     ):
         with pytest.raises(WorkerError, match=message):
             sched.update(bad)

@@ -85,7 +85,7 @@ def test_message_bytes_match_messagepack() -> None:
             "c408" + "0300000004000000",
             "a46c6f7374" + "93" + "a5696e743332" + "9100" + "c400",  # lost: int32, [0]
             "a9617272697665645f73" + "93" + "a7666c6f61743332" + "9102" + "c408" + "0000003f0000003e",  # arrived_s
-            "ae736368656d615f76657273696f6e" + "05",  # schema_version: 5
+            "ae736368656d615f76657273696f6e" + "06",  # schema_version: 6
         )
     )
     result = StepResult(
@@ -188,6 +188,7 @@ WRONG: list[tuple[str, object, str]] = [
     ("new_rows.0.row", LEFT_OUT, r"\.new_rows\[0\]: .*missing required field `row`"),
     ("new_rows.0.sampling.extra", 1, r"\.new_rows\[0\]\.sampling: .*unknown field `extra`"),
     ("new_rows.0.held_ids", LEFT_OUT, "missing required field `held_ids`"),
+    ("new_rows.0.lora", LEFT_OUT, "missing required field `lora`"),
     ("cells.group", LEFT_OUT, r"\.cells: .*missing required field `group`"),
     ("cells", {7: 1}, r"Expected `str`, got `int` - at `key` in `\$\.cells`"),
     ("token_ids.indptr", LEFT_OUT, r"\.token_ids: .*missing required field `indptr`"),
@@ -344,7 +345,7 @@ def test_reply_with_wrong_field_is_rejected() -> None:
 def test_message_of_newer_schema_names_the_version() -> None:
     """Whatever else it holds: fields and kinds of another schema are not even looked at."""
     newer = edited(lambda tree: tree.update(schema_version=SCHEMA_VERSION + 1, kind="bulletin", id="seven"))
-    with pytest.raises(SchemaError, match=r"schema version 6, this hybridkv reads version 5: update.*on this side"):
+    with pytest.raises(SchemaError, match=r"schema version 7, this hybridkv reads version 6: update.*on this side"):
         decode_step(newer)
     with pytest.raises(SchemaError, match="update hybridkv on the other side"):
         decode_step(edited(put("schema_version", 0)))

@@ -237,7 +237,7 @@ def test_remote_worker_with_random_failures_gives_the_same_tokens(
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"schema_version": 6}, SchemaError, "schema version 6, this hybridkv reads version 5"),
+        ({"schema_version": 7}, SchemaError, "schema version 7, this hybridkv reads version 6"),
         ({"rows": [1, 2]}, WireError, "step.rows: Expected `array` of at least length 3, got 2"),
     ],
 )
