@@ -1,7 +1,7 @@
 """Tiny models with real weights, prompts that share prefixes, and an observer that keeps every logit."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -181,7 +181,7 @@ class EngineFactory:
         block_size: int = 16,
         observer: EveryLogit | None = None,
         speculate: Drafter | None = None,
-        **options: int | bool,
+        **options: int | bool | Mapping[str, str],
     ) -> Engine:
         """An engine with room for all prompts, for ``room_for`` requests, or ``memory_blocks`` blocks beside null."""
         lengths = [len(prompt) + output for prompt in prompts]
@@ -209,7 +209,7 @@ class EngineFactory:
         if memory_blocks is not None:
             plan = planned((memory_blocks + 1) * plan.capacity.block_bytes)
         self.close()  # one model, one attention at a time
-        asked = EngineOptions(**options)  # type: ignore[arg-type]  # int or bool by name
+        asked = EngineOptions(**options)  # type: ignore[arg-type]  # of one type by name
         engine = Engine(loaded, plan, asked, observer=observer, speculate=speculate)
         self._made.append(engine)
         return engine

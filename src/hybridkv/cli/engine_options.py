@@ -360,4 +360,4 @@ class Speculate:
             plan = plan_within(loaded, max_batched_tokens=options.token_budget, max_in_flight=options.in_flight)
         else:
             plan = plan_for(loaded, lengths)
-        return DraftModel(Engine(loaded, plan, replace(options, prefix_caching=True)), self.drafts)
+        return DraftModel(Engine(loaded, plan, replace(options, prefix_caching=True, lora_modules={})), self.drafts)

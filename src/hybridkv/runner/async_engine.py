@@ -25,8 +25,8 @@ from hybridkv.arguments import instance, integer
 from hybridkv.cache import KVCacheEvent
 from hybridkv.errors import CacheError, ConfigError
 from hybridkv.request import SamplingParams
-from hybridkv.runner.completion import Completion, Increment, Stream
-from hybridkv.runner.engine import Engine, engine_closed
+from hybridkv.runner.completion import Completion, Increment, Stream, engine_closed
+from hybridkv.runner.engine import Engine
 from hybridkv.runner.images import Images
 from hybridkv.runner.inputs import Given, Prompt, checked_sampling, one_each
 from hybridkv.runner.options import RequestOptions

@@ -27,11 +27,12 @@ from hybridkv.runner.completion import Completion
 from hybridkv.runner.images import OF_TEXT, TOKEN_KINDS, Images
 from hybridkv.runner.inputs import with_word_ids
 from hybridkv.runner.load import LoadedModel
+from hybridkv.runner.model_call import plain_transformers
 from hybridkv.runner.probe import attention_implementation
 from hybridkv.runner.sampling.draws import Draws
 from hybridkv.runner.sampling.sampler import Edits, RowEdits, SamplingBatch, scores
 from hybridkv.runner.sampling.structured import Grammars, Masked
-from hybridkv.runner.self_check import plain_transformers, tolerance
+from hybridkv.runner.self_check import tolerance
 from hybridkv.schedule import FinishReason
 from hybridkv.step import Step
 

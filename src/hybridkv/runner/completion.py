@@ -26,6 +26,7 @@ from typing import Any, Final, Self
 
 import numpy as np
 
+from hybridkv.errors import CacheError
 from hybridkv.request import Request
 from hybridkv.runner.sampling.draws import TokenLogprob, tokens_of
 from hybridkv.runner.sampling.structured import Grammar
@@ -407,6 +408,11 @@ def count_step(live: Mapping[str, Progress], step: Step, result: StepResult, out
 def oldest_s(live: Iterable[Progress]) -> float:
     """Return when the oldest of ``live`` was added; infinite without any. O(live)."""
     return min((one.added_s for one in live), default=math.inf)
+
+
+def engine_closed() -> CacheError:
+    """Return the error that a closed engine raises."""
+    return CacheError("the engine was closed: make another one")
 
 
 def raise_first(outputs: Iterable[Progress]) -> None:

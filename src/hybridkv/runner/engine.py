@@ -32,7 +32,7 @@ from hybridkv.eviction import eviction_of
 from hybridkv.planner import Plan
 from hybridkv.request import Hints, Request, SamplingParams
 from hybridkv.runner.attention.formulas import AttentionBackend
-from hybridkv.runner.completion import Completion, Progress, Stream, count_step, oldest_s, raise_first
+from hybridkv.runner.completion import Completion, Progress, Stream, count_step, engine_closed, oldest_s, raise_first
 from hybridkv.runner.drafting import Drafting
 from hybridkv.runner.handover import HandedOver
 from hybridkv.runner.images import Images, PromptImages, attends_both_ways
@@ -53,6 +53,7 @@ from hybridkv.runner.inputs import (
 )
 from hybridkv.runner.load import LoadedModel, own_mode
 from hybridkv.runner.lockstep import Lockstep, require_alone, require_sendable
+from hybridkv.runner.lora import Adapters
 from hybridkv.runner.options import EngineOptions, RequestOptions, RequestSink
 from hybridkv.runner.planning import plan_of
 from hybridkv.runner.probe import AS_COMPUTED, Stored, planner_model
@@ -186,7 +187,7 @@ class Engine:
         tiers = open_tiers(behind, loaded, plan, self.cache, options=options, undo=undo)
         self.tier = None if tiers is None else tiers.host
         self.scheduler = Scheduler(self.cache, limits, tier=self.tier)
-        self.grammars = Grammars(loaded)
+        self.adapters, self.grammars = Adapters.load(loaded, options), Grammars(loaded)
         undo.callback(self.grammars.close)
         self.runner = ModelRunner(
             loaded.model,
@@ -202,6 +203,7 @@ class Engine:
             attention=options.attention,
             compiled=options.compile,
             grammars=self.grammars,
+            adapters=self.adapters,
             **({} if tiers is None else tiers.of_runner),
         )
         self.worker: ModelRunner | Lockstep = self.runner
@@ -346,6 +348,7 @@ class Engine:
         encoder: Given | None = None,
         encoder_digest: bytes | str | None = None,
         images: Images | None = None,
+        lora: str | None = None,
     ) -> list[Progress]:
         """Queue a request and its branches."""
         self._require_open()
@@ -368,6 +371,7 @@ class Engine:
             hints=hints,
             encoder=None if feed is None else feed.read,
             multimodal=() if pictures is None else pictures.items,
+            lora=self.adapters.key(lora),
         )
         return self._queue(request, feed, pictures)
 
@@ -514,6 +518,7 @@ class Engine:
 
     def _sessions(self) -> SessionFiles:
         require_alone(self.worker)
+        self.adapters.require_none("session files")
         return SessionFiles(self.loaded, self.plan, self.cache, self.runner, self.tier)
 
     def reset_prefix_cache(self) -> bool:
@@ -693,8 +698,3 @@ class Engine:
         live.end(finished.reason, finished.error)
         if live.streamed_as is None:
             self._ended.append(live)
-
-
-def engine_closed() -> CacheError:
-    """Return the error that a closed engine raises."""
-    return CacheError("the engine was closed: make another one")

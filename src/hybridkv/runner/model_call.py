@@ -12,8 +12,8 @@ encoder's output and hands them to the cache, as self attention does with its ow
 from __future__ import annotations
 
 import inspect
-from collections.abc import Container, Mapping
-from contextlib import nullcontext
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any, Final, get_args
 
@@ -29,7 +29,7 @@ from transformers import (
 )
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from hybridkv.errors import UnsupportedModelError
+from hybridkv.errors import HybridKVError, UnsupportedModelError
 from hybridkv.runner.attention.formulas import attention_modules
 from hybridkv.runner.step_context import EmptyCache
 
@@ -148,6 +148,24 @@ def vocabulary_of(model: PreTrainedModel) -> int:
 def is_encoder_decoder(model: torch.nn.Module) -> bool:
     """Return whether ``model`` has an encoder, to whose output its decoder attends."""
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+@contextmanager
+def plain_transformers(model: PreTrainedModel) -> Iterator[None]:
+    """Run ``model`` as transformers alone runs it. Raises UnsupportedModelError, in one line, if it fails.
+
+    Named errors of this library and torch.OutOfMemoryError pass through.
+    """
+    try:
+        yield
+    except (HybridKVError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # a model's code may raise any error
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UnsupportedModelError(
+            f"{type(model).__name__} fails in plain transformers, without pages: {said}: correct the model or its "
+            "config, or install the version of transformers that it was written for"
+        ) from error
 
 
 def auto_class(config: Any) -> Any:  # noqa: ANN401  # configs and auto classes of transformers are not typed

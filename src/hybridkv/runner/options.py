@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Protocol, TypedDict
 
 from hybridkv.arguments import Count, Positive, check_types, integer, or_none, text
+from hybridkv.errors import ConfigError
 from hybridkv.eviction import EVERYBODY, TenantShares, eviction_named
 from hybridkv.request import Hints, Request
 from hybridkv.runner.attention.formulas import AttentionBackend, attention_backend
@@ -15,12 +17,19 @@ from hybridkv.runner.decode_graphs import compile_option
 from hybridkv.runner.images import Images
 from hybridkv.runner.inputs import Given
 from hybridkv.schedule.limits import short_share
+from hybridkv.units import shown
 
 
 def _known_eviction(name: str, value: object) -> str:
     known = text(name, value)
     eviction_named(known)
     return known
+
+
+def _folders(name: str, value: object) -> dict[str, str]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name} must be a mapping of names to folders, got {shown(value)}")
+    return {text(f"a name in {name}", one): text(f"{name}[{one!r}]", str(at)) for one, at in value.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +54,7 @@ class EngineOptions:
         remembered_losses: as in CacheOptions.
         block_times: as in CacheOptions.
         short_share: as in SchedulerLimits.
+        lora_modules: folders of LoRA adapters in peft's format, by the names that requests choose them by.
 
     Raises:
         ConfigError: a number is out of range, or a name is unknown.
@@ -64,6 +74,7 @@ class EngineOptions:
     remembered_losses: Count = 0
     block_times: bool = False
     short_share: Annotated[float | None, or_none(short_share)] = None
+    lora_modules: Annotated[Mapping[str, str | Path], _folders] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -99,6 +110,7 @@ class RequestOptions(TypedDict, total=False):
         images: for a multimodal model, in the order of their placeholders. Either pictures, with a prompt of text, for
             the model's processor; or the processor's output by name (``pixel_values``, ``image_grid_thw``), with its
             token ids. Blocks with images are shared by content.
+        lora: name of the adapter in ``lora_modules``; None for the model itself. They share no blocks.
     """
 
     request_id: str | None
@@ -109,3 +121,4 @@ class RequestOptions(TypedDict, total=False):
     encoder: Given | None
     encoder_digest: bytes | str | None
     images: Images | None
+    lora: str | None

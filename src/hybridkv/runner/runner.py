@@ -47,6 +47,7 @@ from hybridkv.runner.decode_graphs import DecodeGraphs, compile_option, refusal
 from hybridkv.runner.images import ImageRead, StepImages, attends_both_ways, towers_of
 from hybridkv.runner.inputs import require_blocks, require_callable
 from hybridkv.runner.load import require_model
+from hybridkv.runner.lora import Adapters, LoraRows
 from hybridkv.runner.model_call import ModelCall, decode, vocabulary_of
 from hybridkv.runner.probe import (
     FormNotes,
@@ -145,6 +146,7 @@ class ModelRunner:
         hash_block: tokens of a hash block, for marks in the store.
         form: how blocks lie in the store; None: as they lie in the tier.
         grammars: compiles structured outputs; None rejects them.
+        adapters: the adapters of the model; None for none.
 
     Raises:
         ConfigError: a forward caches other bytes than planned, another runner holds the model, or ``tier`` does not fit
@@ -172,6 +174,7 @@ class ModelRunner:
         hash_block: int = 1,
         form: StoreForm | None = None,
         grammars: Grammars | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         require_model(model)
         instance("config", config, KVCacheConfig)
@@ -213,6 +216,7 @@ class ModelRunner:
         self._rows, self.over = RowState(max_running, self._vocabulary, grammars), set[str]()
         self._logprobs = LogprobRows(max_running)
         self._context = StepContext()
+        self._loras = LoraRows(adapters or Adapters(), self._context, max_running)
         self.images: StepImages | None = None
         self._give_pages(planned, mixers)
         self._attach()
@@ -263,7 +267,7 @@ class ModelRunner:
         cross = [CrossLayer(one.index, group_of[one.name], self.storage.views[one.name]) for one in crossing]
         self.cross = CrossAttention(self.model, cross, self.tables, self._context) if cross else None
         biases = segment_biases(self.model.get_decoder(), self._context) if cross else []
-        self._stand_ins = [*self._mixers, *padded_linears(self.model), *biases]
+        self._stand_ins: list[StandIn | LoraRows] = [*self._mixers, *padded_linears(self.model), *biases, self._loras]
 
     def _attach(self) -> None:
         """Make the model run on pages from here on."""
@@ -367,7 +371,7 @@ class ModelRunner:
         self._check(instance("step", step, Step))
         states = self._state_batches(step)
         self.tables.apply(step)
-        for rows in (self._rows, self._logprobs):
+        for rows in (self._rows, self._logprobs, self._loras):
             rows.end(step.finished_rows)
             for new in step.new_rows:
                 rows.begin(new)
@@ -424,6 +428,7 @@ class ModelRunner:
             raise WorkerError(f"Step {step.id} schedules row {row} without tokens: schedule at least one, or no row")
         check_drafts(step)
         self._rows.check(step.new_rows)
+        self._loras.check(step.new_rows)
         tokens = step.token_ids.values
         if len(tokens) and (tokens.max() >= self._vocabulary or tokens.min() < NONE_DRAWN):
             raise WorkerError(
@@ -494,7 +499,10 @@ class ModelRunner:
         last_seen = None if images is None else images.last_seen
         attention, indexers = self._attention_of(step, last_seen), self._indexers_of(step)
         compressors = compressor_steps(step, self._compressors, self.tables, self.model.dtype)
-        running = self._context.running(attention, states, cross, at, indexers=indexers, compressors=compressors)
+        lora = self._loras.of(owners, self._device)
+        running = self._context.running(
+            attention, states, cross, at, indexers=indexers, compressors=compressors, lora=lora
+        )
         with running, torch.inference_mode():
             return self._call(self._tensor(tokens), at, self._tensor(wanted), images)
 

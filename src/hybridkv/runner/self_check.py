@@ -15,14 +15,12 @@ the quantization, and a wrong context shows only beyond it. Checks of other page
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from hybridkv.cache import KVCacheManager
 from hybridkv.errors import HybridKVError, UnsupportedModelError
@@ -31,7 +29,7 @@ from hybridkv.request import Request, SamplingParams
 from hybridkv.runner import step_context
 from hybridkv.runner.attention.formulas import AttentionBackend
 from hybridkv.runner.load import LoadedModel
-from hybridkv.runner.model_call import is_encoder_decoder
+from hybridkv.runner.model_call import is_encoder_decoder, plain_transformers
 from hybridkv.runner.planning import plan_for
 from hybridkv.runner.probe import (
     Forwards,
@@ -138,24 +136,6 @@ class Trial:
     plan: Plan
     forwards: Forwards
     attention: AttentionBackend
-
-
-@contextmanager
-def plain_transformers(model: PreTrainedModel) -> Iterator[None]:
-    """Run ``model`` as transformers alone runs it. Raises UnsupportedModelError, in one line, if it fails.
-
-    Named errors of this library and torch.OutOfMemoryError pass through.
-    """
-    try:
-        yield
-    except (HybridKVError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # a model's code may raise any error
-        said = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UnsupportedModelError(
-            f"{type(model).__name__} fails in plain transformers, without pages: {said}: correct the model or its "
-            "config, or install the version of transformers that it was written for"
-        ) from error
 
 
 def tolerance(dtype: torch.dtype) -> float:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hybridkv.runner.attention.compressors import CompressorStep
     from hybridkv.runner.attention.formulas import Attended, AttentionForm, PagedStep
     from hybridkv.runner.attention.gather import GatherBatch, PagesRead
+    from hybridkv.runner.lora import LoraTokens
     from hybridkv.runner.states.state_batch import StateBatch
 
 Int64 = NDArray[np.int64]
@@ -46,6 +47,7 @@ class StepContext:
         indexers: the reads of each layer's keys of an indexer, by index.
         compressors: the part of each compressor in the Step.
         positions: positions of the Step's tokens, int64[tokens].
+        lora: the adapters of the tokens that layers see now; None if no request of the Step has one.
         layer: the layer that wrote keys last.
         crossing: the layer whose cross attention is about to run.
         forms: the form of attention by module; other modules run their own attention.
@@ -58,6 +60,7 @@ class StepContext:
     indexers: Mapping[int, PagesRead] = field(default_factory=dict)
     compressors: Mapping[Place, CompressorStep] = field(default_factory=dict)
     positions: torch.Tensor | None = None
+    lora: LoraTokens | None = None
     layer: int | None = None
     crossing: int | None = None
     forms: Mapping[torch.nn.Module, AttentionForm] = field(default_factory=dict)
@@ -73,15 +76,27 @@ class StepContext:
         *,
         indexers: Mapping[int, PagesRead] | None = None,
         compressors: Mapping[Place, CompressorStep] | None = None,
+        lora: LoraTokens | None = None,
     ) -> Iterator[None]:
         """Hold a Step for one forward, and release it at the end."""
         self.attention, self.states, self.cross, self.positions = attention, states, cross or {}, positions
-        self.indexers, self.compressors = indexers or {}, compressors or {}
+        self.indexers, self.compressors, self.lora = indexers or {}, compressors or {}, lora
         try:
             yield
         finally:
             self.attention, self.states, self.cross, self.indexers, self.compressors = {}, {}, {}, {}, {}
-            self.positions = self.layer = self.crossing = None
+            self.positions = self.layer = self.crossing = self.lora = None
+
+    @contextmanager
+    def seeing(self, places: slice | torch.Tensor) -> Iterator[None]:
+        """Let the layers of a mixer see the step's tokens at ``places`` only; one place stands for a whole request."""
+        of_step = self.lora
+        if of_step is not None:
+            self.lora = of_step.at(places)
+        try:
+            yield
+        finally:
+            self.lora = of_step
 
     def take_cross(self) -> PagesRead | None:
         """Return the reads of the cross attention that is about to run; None if self attention runs."""

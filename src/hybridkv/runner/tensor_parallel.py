@@ -33,6 +33,7 @@ from hybridkv.runner.engine import Engine
 from hybridkv.runner.inputs import require_drafter
 from hybridkv.runner.load import LoadedModel, load
 from hybridkv.runner.lockstep import follow, lead
+from hybridkv.runner.lora import require_combinable
 from hybridkv.runner.options import EngineOptions
 from hybridkv.runner.planning import plan_of
 from hybridkv.runner.probe import AS_COMPUTED, Stored
@@ -242,6 +243,7 @@ class Ranks:
             WorkerError: the process of another rank ended.
         """
         options = EngineOptions() if options is None else instance("options", options, EngineOptions)
+        require_combinable(options, ranks=len(self._links) + 1)
         if speculate is not None:
             require_drafter("speculate", speculate)
         drafts = 0 if speculate is None else speculate.num_speculative_tokens

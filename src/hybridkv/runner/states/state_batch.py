@@ -245,7 +245,8 @@ class PagedMixer(StandIn):
         if self._recurrence is not None and rows.tokens is not None and len(rows.waves) > 1:
             shape = len(rows.read), len(rows.waves)
             tokens, places = hidden[0, rows.tokens].view(*shape, -1), positions[rows.tokens].view(shape)
-            result, after = run_every(self._mixer, tokens, states, self._recurrence, places)
+            with self._context.seeing(rows.tokens):
+                result, after = run_every(self._mixer, tokens, states, self._recurrence, places)
             out[0, rows.tokens] = result.flatten(0, 1)
             for wave, states in zip(rows.waves, after, strict=True):
                 self._write(wave, states)
@@ -253,7 +254,8 @@ class PagedMixer(StandIn):
         for wave in rows.waves:
             states = tuple(state[wave.continuing] for state in states)
             tokens, places = hidden[0, wave.tokens].unsqueeze(1), positions[wave.tokens].unsqueeze(1)
-            result, states = run_decode(self._mixer, tokens, states, places)
+            with self._context.seeing(wave.tokens):
+                result, states = run_decode(self._mixer, tokens, states, places)
             out[0, wave.tokens] = result.squeeze(1)
             self._write(wave, states)
 
@@ -266,7 +268,8 @@ class PagedMixer(StandIn):
         if chain.read is not None:
             states = tuple(view[chain.read : chain.read + 1] for view in self._views)
         for tokens, blocks in chain.segments:
-            result, states = run_segment(self._mixer, hidden[:, tokens], states, self._how, positions[None, tokens])
+            with self._context.seeing(slice(tokens.start, tokens.start + 1)):
+                result, states = run_segment(self._mixer, hidden[:, tokens], states, self._how, positions[None, tokens])
             out[:, tokens] = result
             for view, state in zip(self._views, states, strict=True):
                 view.index_copy_(0, blocks, state.expand(len(blocks), *state.shape[1:]))
