@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
 
 from hybridkv.cache import Medium
 from hybridkv.cli.engine_options import (
@@ -21,9 +23,17 @@ from hybridkv.cli.engine_options import (
     in_threads,
     speculate_option,
 )
-from hybridkv.cli.options import REMEMBERED, cache_option, explain_option, output_option, request_option, run_option
+from hybridkv.cli.options import (
+    REMEMBERED,
+    cache_option,
+    explain_option,
+    model_option,
+    output_option,
+    request_option,
+    run_option,
+)
 from hybridkv.errors import ConfigError
-from hybridkv.units import MOST_COUNT, format_bytes, format_count, parse_bytes
+from hybridkv.units import MOST_COUNT, format_bytes, format_count, parse_bytes, shown
 
 if TYPE_CHECKING:  # these need torch, which is loaded once the command runs
     from hybridkv.runner.engine import Engine
@@ -73,6 +83,16 @@ def serve_command(
         "Web origin, such as https://HOST, whose pages may use the server from a browser. May be repeated.",
         metavar="ORIGIN",
         show_default=False,
+    ),
+    lora_modules: list[str] | None = model_option(
+        "LoRA adapter in peft's format, which clients choose as a model called NAME. May be repeated, and may have "
+        "several.",
+        metavar="NAME=FOLDER",
+        show_default="none",
+    ),
+    more_adapters: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
+    enable_lora: bool = model_option(
+        "Accept --lora-modules; has no effect of its own.", "--enable-lora", default=False
     ),
     tool_call_parser: str | None = request_option(
         "Format of the model's calls of tools, in vLLM's names; none leaves them in the text.",
@@ -135,7 +155,8 @@ def serve_command(
 ) -> int:
     """Serve a model over HTTP with the OpenAI API. SIGTERM or Ctrl-C finishes running answers; a second one exits."""
     drafts = Speculate.parse(speculate)
-    from hybridkv.serve import (  # noqa: PLC0415  # takes seconds
+    from hybridkv.runner.lora import require_combinable  # noqa: PLC0415  # takes seconds
+    from hybridkv.serve import (  # noqa: PLC0415  # same
         ApiKeys,
         ConnectionLimits,
         ServeOptions,
@@ -159,8 +180,12 @@ def serve_command(
     )
     limits = ConnectionLimits(header_timeout, body_timeout, parse_bytes(body_memory), grace)
     options = stepping.engine_options(
-        kv_events=kv_events is not None, remembered_losses=REMEMBERED if explain else 0, block_times=block_times
+        kv_events=kv_events is not None,
+        remembered_losses=REMEMBERED if explain else 0,
+        block_times=block_times,
+        lora_modules=_adapters(lora_modules or (), more_adapters or (), enabled=enable_lora),
     )
+    require_combinable(options, ranks=tensor_parallel_size)
     if kv_events_replay is not None and kv_events is None:
         raise ConfigError("--kv-events-replay has no effect without --kv-events: give --kv-events ENDPOINT too")
     if kv_events_form is KVEventsForm.RAW and kv_events is None:
@@ -225,6 +250,21 @@ def _maker(model: ModelOptions, ranks: int, ending: ExitStack) -> Callable[..., 
     from hybridkv.runner.engine import Engine  # noqa: PLC0415  # takes seconds
 
     return partial(Engine, model.load()) if ranks == 1 else ending.enter_context(model.ranks(ranks)).engine
+
+
+def _adapters(given: Sequence[str], more: Sequence[str], *, enabled: bool) -> dict[str, str]:
+    """Return the folders of adapters by name. ``more``: words after the first, as vLLM's option takes them."""
+    if more and not given:
+        raise ConfigError(f"serve has no argument {shown(more[0])}: write options as --NAME VALUE")
+    if enabled and not given:
+        raise ConfigError("--enable-lora loads no adapter: give --lora-modules NAME=FOLDER too")
+    found = dict[str, str]()
+    for one in (*given, *more):
+        name, _, folder = one.partition("=")
+        if not name or not folder or name in found:
+            raise ConfigError(f"--lora-modules must be NAME=FOLDER, each NAME once, got {shown(one)}")
+        found[name] = folder
+    return found
 
 
 def _ready(engine: Engine, served: ServeOptions, at: str) -> str:

@@ -252,7 +252,7 @@ def _rendered(front: Front, asked: Asked) -> list[Rendered]:
     return [
         {
             "request_id": asked.request_id(number),
-            "model": front.name,
+            "model": asked.lora or front.name,
             "token_ids": list(ids),
             "max_tokens": asked.sampling.max_tokens,
             "cache_salt": asked.salt,
@@ -277,7 +277,7 @@ class Version(TypedDict):
 
 
 class Model(TypedDict):
-    """A served model.
+    """A served model, or an adapter of it.
 
     Attributes:
         id: its name.
@@ -285,6 +285,7 @@ class Model(TypedDict):
         created: seconds since 1970.
         owned_by: "hybridkv".
         max_model_len: tokens of prompt and output together.
+        parent: of an adapter, the name of its model.
     """
 
     id: str
@@ -292,6 +293,7 @@ class Model(TypedDict):
     created: int
     owned_by: str
     max_model_len: int
+    parent: str | None
 
 
 class Models(TypedDict):
@@ -318,25 +320,26 @@ def _add_health(app: FastAPI, front: Front) -> None:
 
 
 def _add_operations(app: FastAPI, front: Front) -> None:
-    def model() -> Model:
+    def model(name: str) -> Model:
         return {
-            "id": front.name,
+            "id": name,
             "object": "model",
             "created": front.created,
             "owned_by": "hybridkv",
             "max_model_len": front.max_model_len,
+            "parent": None if front.lora(name) is None else front.name,
         }
 
     @app.get("/v1/models")
     async def models() -> Models:
-        """List the served model."""
-        return {"object": "list", "data": [model()]}
+        """List the served model and its adapters."""
+        return {"object": "list", "data": [*map(model, (front.name, *front.adapters))]}
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> Model:
         """Return the model of that name; 404 for other names."""
         front.require_model(name)
-        return model()
+        return model(name)
 
     @app.get("/version")
     async def hybridkv_version() -> Version:

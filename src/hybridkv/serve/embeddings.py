@@ -58,8 +58,8 @@ async def ask_embeddings(front: Front, body: EmbeddingBody, request: Request) ->
     prompts = await front.tokens.ids(request, body.prompts)
     front.most_tokens(prompts, 1)
     embedder = await front.embedder()
-    asked = Asked(f"embd-{uuid.uuid4().hex}", prompts, embedder.sampling, salt, NO_HINTS)
-    return asked, EmbeddingsForm(front.name, body, asked, embedder)
+    asked = Asked(f"embd-{uuid.uuid4().hex}", prompts, embedder.sampling, salt, NO_HINTS, front.lora(body.model))
+    return asked, EmbeddingsForm(asked.lora or front.name, body, asked, embedder)
 
 
 class EmbeddingsForm:

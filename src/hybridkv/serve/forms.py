@@ -57,7 +57,7 @@ async def ask_completion(front: Front, body: CompletionBody, request: Request) -
         prompt_logprobs=body.logprobs if body.echo else None,
     )
     await front.compile(request, sampling.structured)
-    return Asked(f"cmpl-{uuid.uuid4().hex}", prompts, sampling, salt, body.said_hints)
+    return Asked(f"cmpl-{uuid.uuid4().hex}", prompts, sampling, salt, body.said_hints, front.lora(body.model))
 
 
 async def ask_chat(front: Front, body: ChatBody, request: Request) -> Asked:
@@ -68,7 +68,7 @@ async def ask_chat(front: Front, body: ChatBody, request: Request) -> Asked:
     counted = {"n": body.n, "logprobs": (body.top_logprobs or 0) if body.logprobs else None}
     sampling = asked_sampling(front, body, formats, prompts, body.most_tokens, **counted)
     await front.compile(request, sampling.structured)
-    return Asked(f"chatcmpl-{uuid.uuid4().hex}", prompts, sampling, salt, body.said_hints)
+    return Asked(f"chatcmpl-{uuid.uuid4().hex}", prompts, sampling, salt, body.said_hints, front.lora(body.model))
 
 
 def asked_sampling(
@@ -403,7 +403,7 @@ class ChoicesForm:
             "id": self._asked.id,
             "object": kind,
             "created": self._created,
-            "model": self._front.name,
+            "model": self._asked.lora or self._front.name,
             "choices": choices,
         }
 

@@ -134,7 +134,9 @@ class Front:
     ) -> None:
         self.engine, self.options = AsyncEngine(engine, events=events), options
         self.loaded = engine.loaded
-        self.name = options.name or engine.loaded.name
+        self.name, self.adapters = options.name or engine.loaded.name, engine.adapters.names
+        if self.name in self.adapters:
+            raise ConfigError(f"the model and an adapter are both called {self.name!r}: give one of them another name")
         self.formats = Formats.of(engine.loaded.tokenizer, options.tool_call_parser, options.reasoning_parser)
         self.max_model_len = engine.plan.max_model_len
         self.places = Places(engine.options.max_running + options.max_waiting)
@@ -162,10 +164,15 @@ class Front:
 
     def require_model(self, asked: str | None) -> None:
         """Raise ApiError 404 for a model that is not served."""
-        if asked not in (None, self.name):
+        if asked not in (None, self.name, *self.adapters):
+            served = " or ".join(map(repr, (self.name, *self.adapters)))
             raise ApiError(
-                404, f"model {asked!r} is not served here: ask for {self.name!r}", param="model", code="model_not_found"
+                404, f"model {asked!r} is not served here: ask for {served}", param="model", code="model_not_found"
             )
+
+    def lora(self, asked: str | None) -> str | None:
+        """Return the adapter that clients call ``asked``; None for the model itself."""
+        return asked if asked in self.adapters else None
 
     async def embedder(self) -> Embedder:
         """Return what pools hidden states; the first call makes it, between two steps.

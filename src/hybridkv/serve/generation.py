@@ -55,6 +55,7 @@ class Asked:
         sampling: for every prompt.
         salt: the cache salt of every prompt.
         hints: for every prompt.
+        lora: the adapter of every prompt; None for the model itself.
     """
 
     id: str
@@ -62,6 +63,7 @@ class Asked:
     sampling: SamplingParams
     salt: str | None
     hints: Hints
+    lora: str | None = None
 
     @property
     def outputs(self) -> int:
@@ -76,9 +78,9 @@ class Asked:
         """Return a function for each prompt that queues its request."""
 
         def queued(number: int, engine: Engine) -> Stream:
-            name = self.request_id(number)
+            name, salt = self.request_id(number), self.salt
             return engine.stream(
-                self.prompts[number], self.sampling, request_id=name, cache_salt=self.salt, hints=self.hints
+                self.prompts[number], self.sampling, request_id=name, cache_salt=salt, hints=self.hints, lora=self.lora
             )
 
         return [partial(queued, number) for number in range(len(self.prompts))]
@@ -214,7 +216,9 @@ class Answer(Response):
     def __init__(self, front: Front, request: Request, asked: Asked, form: Form, *, stream: bool) -> None:
         super().__init__()
         self._front, self._request, self._asked, self._form, self._stream = front, request, asked, form, stream
-        self._span = None if front.tracer is None else RequestSpan(front.tracer, front.name, request, asked)
+        self._span = (
+            None if front.tracer is None else RequestSpan(front.tracer, asked.lora or front.name, request, asked)
+        )
         self._begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -36,7 +36,7 @@ async def ask_response(front: Front, body: ResponseBody, request: Request) -> As
     prompts = [await front.tokens.conversation(request, body.messages, body.template)]
     sampling = asked_sampling(front, body, formats, prompts, body.max_output_tokens)
     await front.compile(request, sampling.structured)
-    return Asked(f"resp_{uuid.uuid4().hex}", prompts, sampling, salt, body.said_hints)
+    return Asked(f"resp_{uuid.uuid4().hex}", prompts, sampling, salt, body.said_hints, front.lora(body.model))
 
 
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -188,7 +188,7 @@ class ResponseForm:
             "id": self._asked.id,
             "object": "response",
             "created_at": self._created,
-            "model": self._front.name,
+            "model": self._asked.lora or self._front.name,
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
