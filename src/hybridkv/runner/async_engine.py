@@ -56,8 +56,8 @@ _News = Callable[[], None]
 """A reader's ``deliver`` with its arguments: the engine's thread makes it, the event loop calls it."""
 
 
-class _Bell:
-    """Wakes the one task that waits.
+class Bell:
+    """Wakes the one task that waits. Make it in the event loop.
 
     A ring without a waiting task is lost, so the task must check its state before it waits.
     """
@@ -84,7 +84,7 @@ class _Reader:
     is delivered. ``left``: the reading task has gone, so its request is to be aborted.
     """
 
-    def __init__(self, open_stream: Callable[[], Stream], max_unread: int, bell: _Bell, wake: asyncio.Event) -> None:
+    def __init__(self, open_stream: Callable[[], Stream], max_unread: int, bell: Bell, wake: asyncio.Event) -> None:
         self.open_stream, self._max_unread = open_stream, max_unread
         self.stream: Stream | None = None
         self.left = self.ended = False
@@ -140,7 +140,7 @@ class _Reader:
 class Reading:
     """Requests that one task reads together (``AsyncEngine.read``)."""
 
-    def __init__(self, readers: Sequence[_Reader], bell: _Bell, leave: Callable[[_Reader], None]) -> None:
+    def __init__(self, readers: Sequence[_Reader], bell: Bell, leave: Callable[[_Reader], None]) -> None:
         self._readers, self._bell, self._leave = readers, bell, leave
         self._unread = list(enumerate(readers))
 
@@ -156,17 +156,25 @@ class Reading:
         Raises:
             Exception: an error of a request, after its increments were returned.
         """
-        while self._unread:
-            found = list[tuple[int, Increment]]()
-            for number, one in self._unread:
-                if not (found and one.failed):  # return the found increments now, and raise the error in the next call
-                    found += ((number, part) for part in one.take(most))
-            self._unread = [one for one in self._unread if not one[1].over]
-            if found:
-                return found
-            if self._unread:
-                await self._bell.wait()
-        return []
+        while not (found := self.take(most)) and self._unread:
+            await self._bell.wait()
+        return found
+
+    def take(self, most: int | None = None) -> list[tuple[int, Increment]]:
+        """Return the new increments as ``next`` does, but without waiting: maybe none.
+
+        Args:
+            most: increments to take of each request; None for all.
+
+        Raises:
+            Exception: an error of a request, after its increments were returned.
+        """
+        found = list[tuple[int, Increment]]()
+        for number, one in self._unread:
+            if not (found and one.failed):  # return the found increments now, and raise the error in the next call
+                found += ((number, part) for part in one.take(most))
+        self._unread = [one for one in self._unread if not one[1].over]
+        return found
 
     @property
     def ended(self) -> bool:
@@ -249,11 +257,13 @@ class AsyncEngine:
             await asyncio.to_thread(self._engine.grammars.of, params.structured)
 
     @contextmanager
-    def read(self, requests: Sequence[Callable[[Engine], Stream]]) -> Iterator[Reading]:
+    def read(self, requests: Sequence[Callable[[Engine], Stream]], bell: Bell | None = None) -> Iterator[Reading]:
         """Queue ``requests`` for one task that reads them together. Requests that still run when it leaves are aborted.
 
         Args:
             requests: functions that queue one request each with ``Engine.stream``; the engine's thread calls them.
+            bell: rings when there are new increments, for a task that reads several times at once with
+                ``Reading.take``; None for one of its own.
 
         Raises:
             ConfigError: ``requests`` is not a list of functions.
@@ -261,7 +271,7 @@ class AsyncEngine:
         """
         if not isinstance(requests, list | tuple) or not all(map(callable, requests)):
             raise ConfigError(f"requests must be a list of functions of an engine, got {shown(requests)}")
-        bell = _Bell()
+        bell = bell or Bell()
         readers = [_Reader(partial(one, self._engine), self._max_unread, bell, self._wake) for one in requests]
         reading = Reading(readers, bell, self._leave)
         try:

@@ -21,7 +21,7 @@ from hybridkv.arguments import instance, text
 from hybridkv.errors import ConfigError
 from hybridkv.runner.images import ImageCall, Images, require_processor
 from hybridkv.runner.inputs import encode
-from hybridkv.runner.load import LoadedModel
+from hybridkv.runner.load import LoadedModel, TextModel
 from hybridkv.runner.picture_files import is_picture, open_picture, require_pillow
 from hybridkv.units import shown
 
@@ -94,12 +94,13 @@ def _maybe_empty(name: str, given: object) -> str:
     return "" if given == "" else text(name, given)
 
 
-def require_chat(loaded: LoadedModel) -> None:
+def require_chat(loaded: LoadedModel | TextModel) -> None:
     """Raise ConfigError if ``loaded`` has no tokenizer or its tokenizer has no chat template."""
-    tokenizer = instance("the loaded model", loaded, LoadedModel).tokenizer
-    if tokenizer is None:
+    if not isinstance(loaded, TextModel):
+        instance("the loaded model", loaded, LoadedModel)
+    if loaded.tokenizer is None:
         raise ConfigError("messages need a tokenizer: load the model with one, or give token ids")
-    if getattr(tokenizer, "chat_template", None) is None:
+    if getattr(loaded.tokenizer, "chat_template", None) is None:
         raise ConfigError(f"the tokenizer of {loaded.name} has no chat template: use a chat model, or give prompts")
 
 
@@ -114,7 +115,7 @@ def require_pictures(loaded: LoadedModel) -> None:
 
 
 def chat_ids(
-    loaded: LoadedModel,
+    loaded: LoadedModel | TextModel,
     messages: Sequence[Message],
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
@@ -153,7 +154,7 @@ def chat_ids(
     return encode(loaded, loaded.tokenizer.encode(said, add_special_tokens=False), what="conversation")
 
 
-def _refuse_unread(loaded: LoadedModel, read: Iterable[str], names: Iterable[str]) -> None:
+def _refuse_unread(loaded: LoadedModel | TextModel, read: Iterable[str], names: Iterable[str]) -> None:
     """Raise ConfigError for a variable that the template never reads, or a name that the tokenizer itself uses."""
     own = {"messages", *signature(loaded.tokenizer.apply_chat_template).parameters}
     if taken := sorted(own.intersection(names)):

@@ -27,7 +27,7 @@ from typing import Any, Final, Self
 import numpy as np
 
 from hybridkv.errors import CacheError
-from hybridkv.request import Request
+from hybridkv.request import Request, SamplingParams
 from hybridkv.runner.sampling.draws import TokenLogprob, tokens_of
 from hybridkv.runner.sampling.structured import Grammar
 from hybridkv.schedule import FinishReason, Outcome
@@ -59,6 +59,7 @@ class Completion:
         drafted_tokens: drafts that the model verified.
         accepted_tokens: drafts equal to the token that the model drew, including those that a stop then cut off.
         queue_seconds: from its arrival until it first ran, or to its end; ignored by comparisons.
+        pooled: the pooled hidden states of its prompt, if a server embeds it.
     """
 
     request_id: str
@@ -74,6 +75,7 @@ class Completion:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     queue_seconds: float = field(default=0.0, compare=False)
+    pooled: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,12 @@ class Detokenizer:
         self.text = ""
         self.num_tokens = 0
         self.stopped = False
+
+    @classmethod
+    def of(cls, tokenizer: Any, params: SamplingParams, eos_token_ids: Sequence[int]) -> Self:  # noqa: ANN401  # same
+        """Return that of an output with ``params``, of a model whose end tokens are never text."""
+        hidden = None if params.skip_special_tokens else eos_token_ids
+        return cls(tokenizer, params.stop, params.min_tokens, hidden)
 
     def add(self, tokens: Sequence[int]) -> bool:
         """Take in ``tokens``. Return whether a stop string is complete: ``text`` then ends before it."""
@@ -263,10 +271,8 @@ class Progress:
     _begun: float | None = None
 
     def __post_init__(self, tokenizer: Any) -> None:  # noqa: ANN401  # transformers' tokenizers share no typed base
-        params = self.request.sampling
         if tokenizer is not None:
-            hidden = None if params.skip_special_tokens else self.request.eos_token_ids
-            self.detokenizer = Detokenizer(tokenizer, params.stop, params.min_tokens, hidden)
+            self.detokenizer = Detokenizer.of(tokenizer, self.request.sampling, self.request.eos_token_ids)
 
     def note_start(self) -> None:
         """Note that a step with this request was scheduled, for the first time or after a preemption."""
@@ -311,8 +317,10 @@ class Progress:
             undrawn.add_note(f"request {self.request.request_id!r} ended: its next token could not be drawn")
             self.error = undrawn
             return FinishReason.ABORT
-        if self.detokenizer is None or self.error is not None:
+        if self.error is not None:
             return None
+        if self.detokenizer is None:
+            return FinishReason.STOP if over else None
         done = self.request.num_prompt_tokens + self.detokenizer.num_tokens
         try:
             stopped = self.detokenizer.add(self.request.token_ids(done).tolist())
@@ -442,6 +450,13 @@ class Stream(Iterator[Increment]):
         self._outputs = list(outputs)
         self._run, self._abort = run, abort
         self.request_id = outputs[0].request.request_id
+
+    def as_ids(self) -> Self:
+        """Leave the text to the reader, before the first step: only outputs with stop strings are decoded."""
+        for one in self._outputs:
+            if not one.request.sampling.stop:
+                one.detokenizer = None
+        return self
 
     @property
     def ended(self) -> bool:

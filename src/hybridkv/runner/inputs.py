@@ -21,7 +21,7 @@ from hybridkv.arguments import instance, text
 from hybridkv.errors import ConfigError, WorkerError
 from hybridkv.extra_keys import EncoderInput
 from hybridkv.request import Request, SamplingParams, token_array
-from hybridkv.runner.load import LoadedModel, wrap
+from hybridkv.runner.load import LoadedModel, TextModel, wrap
 from hybridkv.runner.model_call import is_encoder_decoder
 from hybridkv.runner.probe import planner_model
 from hybridkv.step import Step
@@ -178,7 +178,10 @@ def with_word_ids(params: SamplingParams, loaded: LoadedModel) -> SamplingParams
 
 
 def encode(
-    loaded: LoadedModel, prompt: str | Sequence[int] | np.ndarray[Any, Any] | torch.Tensor, *, what: str = "prompt"
+    loaded: LoadedModel | TextModel,
+    prompt: str | Sequence[int] | np.ndarray[Any, Any] | torch.Tensor,
+    *,
+    what: str = "prompt",
 ) -> list[int]:
     """Convert a prompt to token ids.
 
@@ -194,7 +197,8 @@ def encode(
         ConfigError: the prompt has another type, is empty, or has ids outside the vocabulary; or it is text and there
             is no tokenizer.
     """
-    instance("the loaded model", loaded, LoadedModel)
+    if not isinstance(loaded, TextModel):
+        instance("the loaded model", loaded, LoadedModel)
     instance("what", what, str)
     if isinstance(prompt, str):
         if prompt:

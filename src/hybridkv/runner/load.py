@@ -100,6 +100,28 @@ class LoadedModel:
         """Number of token ids: ids are 0 to this number less one."""
         return vocabulary_of(self.model)
 
+    @property
+    def without_weights(self) -> TextModel:
+        """The model for processes that only convert text."""
+        return TextModel(self.name, self.tokenizer, self.eos_token_ids, self.vocab_size)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TextModel:
+    """The part of a LoadedModel that converts text to tokens and back. It can be pickled if its tokenizer can.
+
+    Attributes:
+        name: as of the LoadedModel, like all fields.
+        tokenizer: as there.
+        eos_token_ids: as there.
+        vocab_size: as there.
+    """
+
+    name: str
+    tokenizer: Any
+    eos_token_ids: tuple[int, ...]
+    vocab_size: int
+
 
 def load(
     source: str | Path, *, seed: int = 0, device: torch.device | str = "cpu", trust_remote_code: bool = False

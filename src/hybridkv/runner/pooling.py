@@ -51,6 +51,28 @@ class Pooling:
     def __post_init__(self) -> None:
         check_fields(self, flag, "mean", "normalized")
 
+    @property
+    def sampling(self) -> SamplingParams:
+        """The sampling parameters of a request whose prompt is embedded."""
+        return SamplingParams(max_tokens=1, prompt_logprobs=0 if self.mean else None)
+
+    def vector(self, states: Sequence[float] | None, dimensions: int | None = None) -> Vector:
+        """Return an embedding, float32[width].
+
+        Args:
+            states: as ``Kept.pooled`` returned them.
+            dimensions: first elements to keep; None for all.
+
+        Raises:
+            ConfigError: the vector is shorter, or there is none.
+        """
+        if states is None:
+            raise ConfigError("the request was aborted before its prompt was computed: ask again")
+        if dimensions is not None and not 0 < dimensions <= len(states):
+            raise ConfigError(f"dimensions must be 1 to {len(states)}, got {dimensions}")
+        found = np.asarray(states[:dimensions], np.float32)
+        return found / max(float(np.linalg.norm(found)), 1e-12) if self.normalized else found
+
     @classmethod
     def of(cls, folder: str | Path) -> Self:
         """Read the files that sentence-transformers saves; without any: the last token, normalized, as in vLLM.
@@ -96,6 +118,10 @@ class Kept:
     states: torch.Tensor | None = None
     tokens: int = 0
 
+    def pooled(self) -> tuple[float, ...] | None:
+        """Return the mean of the states, as many as their width; None if the prompt was not computed."""
+        return None if self.states is None else tuple((self.states / self.tokens).tolist())
+
 
 class Embedder:
     """Makes embeddings with an engine that may run other requests, too.
@@ -125,7 +151,7 @@ class Embedder:
     @property
     def sampling(self) -> SamplingParams:
         """The sampling parameters of a request whose prompt is embedded."""
-        return SamplingParams(max_tokens=1, prompt_logprobs=0 if self.pooling.mean else None)
+        return self.pooling.sampling
 
     def keep(self, request_id: str) -> Kept:
         """Keep the states of a request that is added later, as long as the result is held.
@@ -146,13 +172,7 @@ class Embedder:
         Raises:
             ConfigError: the vector is shorter.
         """
-        if kept.states is None:
-            raise ConfigError("the request was aborted before its prompt was computed: ask again")
-        width = len(kept.states)
-        if dimensions is not None and not 0 < dimensions <= width:
-            raise ConfigError(f"dimensions must be 1 to {width}, got {dimensions}")
-        found: Vector = (kept.states / kept.tokens).cpu().numpy()[:dimensions]
-        return found / max(float(np.linalg.norm(found)), 1e-12) if self.pooling.normalized else found
+        return self.pooling.vector(kept.pooled(), dimensions)
 
     def embed(self, prompts: Sequence[Prompt]) -> list[Vector]:
         """Return the embedding of each prompt, float32[width]. Other requests of the engine run on meanwhile.
