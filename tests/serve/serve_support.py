@@ -19,6 +19,7 @@ from hybridkv.runner.async_engine import EventSink
 from hybridkv.schedule import SchedulerStatistics
 from hybridkv.serve import ConnectionLimits, ServeOptions, Server, create_app, listen
 from hybridkv.serve.front import Front
+from hybridkv.serve.service import Service
 
 torch.set_num_threads(1)
 
@@ -50,9 +51,15 @@ class Served:
         return front
 
     @property
+    def service(self) -> Service:
+        service = self.front.service
+        assert isinstance(service, Service)
+        return service
+
+    @property
     def statistics(self) -> SchedulerStatistics:
         """The engine's, of now."""
-        return self.front.engine.statistics()
+        return self.service.engine.statistics()
 
     @contextmanager
     def streaming(self, **body: object) -> Iterator[Iterator[str]]:
@@ -95,7 +102,13 @@ def serving(
     limits: ConnectionLimits = ConnectionLimits(),  # noqa: B008  # a frozen value
 ) -> Iterator[Served]:
     """``engine`` behind a real server in a thread."""
-    app = create_app(engine, options, events=events, tracer=tracer)
+    with serving_app(create_app(engine, options, events=events, tracer=tracer), limits) as served:
+        yield served
+
+
+@contextmanager
+def serving_app(app: FastAPI, limits: ConnectionLimits = ConnectionLimits()) -> Iterator[Served]:  # noqa: B008  # same
+    """``app`` behind a real server in a thread."""
     listening = listen("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     answers = threading.Event()

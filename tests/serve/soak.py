@@ -113,9 +113,9 @@ def _resident_mib() -> float:
 
 def nothing_is_left(served: Served, engine: Engine) -> None:
     """No place taken, no row, no block, no step failed; the scheduler's own check passes."""
-    front = served.front
-    until(lambda: front.places.taken == 0 and front.engine.statistics().running == 0)
-    now = front.engine.statistics()
+    service = served.service
+    until(lambda: service.places.taken == 0 and service.engine.statistics().running == 0)
+    now = service.engine.statistics()
     assert (now.waiting, now.failed_steps) == (0, 0)
 
     def checked() -> tuple[float, int, int]:
@@ -123,7 +123,7 @@ def nothing_is_left(served: Served, engine: Engine) -> None:
         held = sum(group.held_blocks for group in engine.cache.statistics().groups)
         return engine.cache.usage, held, len(engine.cache.engine.resident_requests())
 
-    assert front.engine._thread.submit(checked).result(WAIT) == (0, 0, 0)
+    assert service.engine._thread.submit(checked).result(WAIT) == (0, 0, 0)
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ from hybridkv.serve.bodies import CompletionBody
 from hybridkv.serve.forms import CompletionForm, ask_completion
 from hybridkv.serve.front import Front
 from hybridkv.serve.generation import Answer
+from hybridkv.serve.service import Service
 
 
 def test_stream_of_departed_client_ends_within_a_step(llama: Served) -> None:
@@ -26,14 +27,14 @@ def test_stream_of_departed_client_ends_within_a_step(llama: Served) -> None:
     left = llama.statistics.steps
     until(lambda: llama.statistics.running == 0)
     assert llama.statistics.steps - left < 100  # of some 500: the socket's end takes a moment to be heard of
-    assert llama.front.places.taken == 0
+    assert llama.service.places.taken == 0
 
 
 def test_answer_of_departed_client_ends(llama: Served) -> None:
     before = llama.statistics
     with suppress(httpx2.TimeoutException):
         llama.client.post(PATH, json={**LONG, "prompt": ["one", "two"]}, timeout=0.3)
-    until(lambda: llama.statistics.running == 0 and llama.front.places.taken == 0)
+    until(lambda: llama.statistics.running == 0 and llama.service.places.taken == 0)
     now = llama.statistics
     assert now.requests_finished == before.requests_finished + 2
     assert now.steps - before.steps < LONGEST / 2  # of some 500
@@ -44,16 +45,17 @@ async def never() -> dict[str, Any]:
     return {}
 
 
-def run_streamed(body: CompletionBody, drive: Callable[[Front, Any], Awaitable[None]]) -> None:
+def run_streamed(body: CompletionBody, drive: Callable[[Service, Any], Awaitable[None]]) -> None:
     """Let ``drive`` call the answer to ``body`` as an ASGI server does."""
 
     async def work() -> None:
-        async with asyncio.timeout(WAIT), Front(engine_of("llama"), ServeOptions(), None) as front:
+        service = Service(engine_of("llama"), ServeOptions())
+        async with asyncio.timeout(WAIT), Front(service, ServeOptions()) as front:
             request = Request({"type": "http", "headers": [], "client": None, "state": {"tenant": None}}, never)
             asked = await ask_completion(front, body, request)
             answer = Answer(front, request, asked, CompletionForm(front, body, asked), stream=True)
-            await drive(front, partial(answer, {}))
-            assert front.places.taken == 0
+            await drive(service, partial(answer, {}))
+            assert service.places.taken == 0
 
     asyncio.run(work())
 
@@ -62,7 +64,7 @@ def run_streamed(body: CompletionBody, drive: Callable[[Front, Any], Awaitable[N
 def test_stream_sends_one_message_per_step(n: int) -> None:
     """Messages are what a stream costs the interpreter that the engine's thread needs, too."""
 
-    async def drive(front: Front, answer: Any) -> None:  # noqa: ANN401  # ASGI's
+    async def drive(service: Service, answer: Any) -> None:  # noqa: ANN401  # ASGI's
         sent: list[dict[str, Any]] = []
 
         async def send(message: Any) -> None:  # noqa: ANN401  # same
@@ -72,7 +74,7 @@ def test_stream_sends_one_message_per_step(n: int) -> None:
         await asyncio.sleep(0)
         assert [one["type"] for one in sent] == ["http.response.start"] + ["http.response.body"] * (len(sent) - 1)
         assert [one.get("more_body") for one in sent[1:]] == [True] * (len(sent) - 2) + [False]
-        assert len(sent) - 1 <= front.engine.statistics().steps
+        assert len(sent) - 1 <= service.engine.statistics().steps
         events = b"".join(one["body"] for one in sent[1:]).split(b"\n\n")
         assert events[-2:] == [b"data: [DONE]", b""]
         assert b'"finish_reason":"length"' in sent[-1]["body"]  # with the last token of all
@@ -83,7 +85,7 @@ def test_stream_sends_one_message_per_step(n: int) -> None:
 def test_request_of_departed_client_ends_during_a_send() -> None:
     """A server may wait long for room in a socket whose client has gone."""
 
-    async def drive(front: Front, answer: Any) -> None:  # noqa: ANN401  # ASGI's
+    async def drive(service: Service, answer: Any) -> None:  # noqa: ANN401  # ASGI's
         gone, sent = asyncio.Event(), asyncio.Event()
 
         async def receive() -> dict[str, Any]:
@@ -96,9 +98,9 @@ def test_request_of_departed_client_ends_during_a_send() -> None:
 
         answering = asyncio.create_task(answer(receive, send))
         await gone.wait()
-        while front.engine.statistics().running:  # noqa: ASYNC110  # nothing tells
+        while service.engine.statistics().running:  # noqa: ASYNC110  # nothing tells
             await asyncio.sleep(0.001)
-        assert front.engine.statistics().steps < 100  # of some 400
+        assert service.engine.statistics().steps < 100  # of some 400
         assert not answering.done()
         sent.set()
         await answering
@@ -107,7 +109,7 @@ def test_request_of_departed_client_ends_during_a_send() -> None:
 
 
 def test_answer_left_at_its_start_is_not_counted_as_complete() -> None:
-    async def drive(_: Front, answer: Any) -> None:  # noqa: ANN401  # ASGI's
+    async def drive(_: Service, answer: Any) -> None:  # noqa: ANN401  # ASGI's
         gone, sent = asyncio.Event(), list[dict[str, Any]]()
 
         async def receive() -> dict[str, Any]:
@@ -134,7 +136,7 @@ def test_full_queue_answers_with_retry_after() -> None:
             assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
             waiting = threading.Thread(target=served.post, args=[PATH], kwargs={"prompt": "a", "max_tokens": 1})
             waiting.start()
-            until(lambda: served.front.places.taken == 2)
+            until(lambda: served.service.places.taken == 2)
             assert served.refused(PATH, 429, prompt="a")["code"] == "queue_full"
             assert served.refused(PATH, 400, prompt="a", n=3)["message"].startswith("3 outputs")
         waiting.join(WAIT)
@@ -189,7 +191,7 @@ def test_draining_server_answers_running_requests() -> None:
             stopping.start()
             assert [one for one in lines if one][-1] == "data: [DONE]"
         stopping.join(WAIT)
-        assert served.front.engine.ended
+        assert served.service.engine.ended
         with pytest.raises(httpx2.TransportError):
             httpx2.get(f"{served.url}/health")
 

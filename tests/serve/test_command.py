@@ -79,16 +79,24 @@ class Collector(Quiet, BaseHTTPRequestHandler):
         self.end_headers()
 
 
-def test_serve_command_answers_openai_clients_and_drains(alone: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fronts", [0, 2])
+def test_serve_command_answers_openai_clients_and_drains(
+    alone: Engine, fronts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
         events, replay = (f"tcp://127.0.0.1:{free.getsockname()[1]}" for free in (one, other))
     asked = ("--speculate", "ngram:2", "--served-model-name", "small", "--spans", "--kv-events", events)
+    asked_fronts = ("--front-workers", str(fronts))
     kept = ("--eviction", "hazard", "--share", "mine=20%..50%", "--host-memory", "4MiB", "--kv-events-medium", "CPU")
     Collector.got.clear()
     with answering(Collector) as collector:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector)
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "none")
-        with command(*asked, *kept, "--kv-events-replay", replay, "--kv-events-form", "exact") as (process, _, url):
+        with command(*asked, *asked_fronts, *kept, "--kv-events-replay", replay, "--kv-events-form", "exact") as (
+            process,
+            _,
+            url,
+        ):
             _events(url, replay)
             with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
                 _blocking(client, alone)
@@ -193,10 +201,11 @@ def test_serve_command_of_readme_cuts_requests_after_the_grace() -> None:
         assert ended(process)[:2] == (1, "stopped: 1 answers took longer than the 0.3 s of --grace and were cut off\n")
 
 
-def test_serve_command_with_two_ranks_answers_as_with_one(alone: Engine) -> None:
+@pytest.mark.parametrize("fronts", [0, pytest.param(1, marks=pytest.mark.thorough)])
+def test_serve_command_with_two_ranks_answers_as_with_one(alone: Engine, fronts: int) -> None:
     asked = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     (expected,) = alone.generate([PROMPT], SamplingParams(max_tokens=8, ignore_eos=True))
-    with command("--tensor-parallel-size", "2") as (process, _, url):
+    with command("--tensor-parallel-size", "2", "--front-workers", str(fronts)) as (process, _, url):
         said = [httpx2.post(f"{url}{PATH}", json=asked, timeout=WAIT).json() for _ in range(2)]
         assert [one["choices"][0]["text"] for one in said] == [expected.text] * 2
         process.send_signal(signal.SIGTERM)

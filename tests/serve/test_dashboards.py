@@ -98,7 +98,7 @@ def test_prometheus_scrapes_the_server(tmp_path: Path) -> None:
 
 def _queries(url: str, served: Served) -> None:
     """Three of them equal the engine's own counts."""
-    now = served.front.engine.statistics()
+    now = served.service.engine.statistics()
     for query, value in (
         ('hybridkv:prefix_cache_hits_total{model_name="scraped"}', now.hit_tokens),
         ("sum(hybridkv:generation_tokens_total)", 12),

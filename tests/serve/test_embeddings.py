@@ -75,7 +75,7 @@ def test_embeddings_run_beside_streams_and_leave_nothing(served: Served) -> None
         answer = served.post("/v1/embeddings", input=TEXTS[0])
         assert next(line for line in lines if line).startswith("data: ")
     assert len(answer["data"]) == 1
-    until(lambda: served.front.places.taken == 0)
-    embedder = served.front._embedder
+    until(lambda: served.service.places.taken == 0)
+    embedder = served.service._embedder
     assert embedder is not None
     until(lambda: not embedder._wanted)

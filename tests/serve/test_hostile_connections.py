@@ -256,7 +256,7 @@ def test_departed_client_with_pipelined_request_is_noticed(strict: Served, *, st
     with strict.connected() as one:
         one.sendall(asks(**LONG, n=8, stream=stream) + GET + b"\r\n")
         until(lambda: strict.statistics.steps > before.steps)
-    until(lambda: strict.front.places.taken == 0)
+    until(lambda: strict.service.places.taken == 0)
     assert strict.statistics.steps - before.steps < LONGEST // 2  # of the steps that the answer takes
 
 
@@ -266,7 +266,7 @@ def test_flood_after_a_request_closes_the_connection(strict: Served) -> None:
         flood = GET * 50_000
         with pytest.raises(ConnectionError):
             one.sendall(flood * 20)  # more than kernels hold between two processes
-    until(lambda: strict.front.places.taken == 0)
+    until(lambda: strict.service.places.taken == 0)
 
 
 # -- time
@@ -381,7 +381,7 @@ def test_request_longer_than_the_grace_is_cut_off() -> None:
                 list(lines)
             stopping.join(WAIT)
         assert time.monotonic() - begun < LIMITS.grace + UNWIND_S  # when uvicorn would cancel it
-        assert served.front.engine.ended
+        assert served.service.engine.ended
 
 
 def test_rejected_request_in_shutdown_reads_its_error() -> None:
@@ -450,6 +450,6 @@ def test_half_closed_client_that_leaves_ends_its_request(strict: Served, *, stre
         one.sendall(asks(**LONG, stream=stream))
         one.shutdown(socket.SHUT_WR)
         until(lambda: strict.statistics.steps > before.steps)
-    until(lambda: strict.statistics.running == 0 and strict.front.places.taken == 0)
+    until(lambda: strict.statistics.running == 0 and strict.service.places.taken == 0)
     now = strict.statistics
     assert now.requests_finished == before.requests_finished + 1

@@ -50,7 +50,7 @@ def metric(served: Served, name: str) -> float:
 
 
 def test_live_sample_matches_metrics(llama: Served) -> None:
-    until(lambda: llama.front.live.listeners == 0)
+    until(lambda: llama.service.live.listeners == 0)
     for _ in range(2):
         llama.post(PATH, **ASKED)
     found = one_sample(llama)
@@ -75,33 +75,33 @@ def test_live_sample_matches_metrics(llama: Served) -> None:
 
 
 def test_live_page_without_listeners_costs_nothing(llama: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    front, looks = llama.front, []
-    between = front.engine.between_steps
+    service, looks = llama.service, []
+    between = service.engine.between_steps
 
     def counted(ask: Any) -> Any:  # noqa: ANN401 - as it is
         looks.append(ask)
         return between(ask)
 
-    monkeypatch.setattr(front.engine, "between_steps", counted)
-    until(lambda: front.live.listeners == 0)
-    before = front.live.samples
+    monkeypatch.setattr(service.engine, "between_steps", counted)
+    until(lambda: service.live.listeners == 0)
+    before = service.live.samples
     llama.post(PATH, **ASKED)
     time.sleep(1.2)
-    assert (looks, front.live.samples, len(front.live._ended)) == ([], before, 0)
+    assert (looks, service.live.samples, len(service.live._ended)) == ([], before, 0)
     one_sample(llama)
-    assert len(looks) == front.live.samples - before == 1
-    until(lambda: front.live.listeners == 0)
+    assert len(looks) == service.live.samples - before == 1
+    until(lambda: service.live.listeners == 0)
     time.sleep(1.2)
     assert len(looks) == 1
 
 
 def test_live_listeners_share_samples(llama: Served) -> None:
     with llama.client.stream("GET", "/live") as one, llama.client.stream("GET", "/live") as other:
-        before = llama.front.live.samples
+        before = llama.service.live.samples
         lines = [one.iter_lines(), other.iter_lines()]
         first, second = (next(each) for each in lines)
-        assert llama.front.live.samples - before <= 1
-        assert llama.front.live.listeners == 2
+        assert llama.service.live.samples - before <= 1
+        assert llama.service.live.listeners == 2
         assert first.startswith("data: {")
         assert second.startswith("data: {")
 

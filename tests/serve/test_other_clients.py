@@ -132,7 +132,7 @@ def log_likelihood(alone: Engine, context: str, choice: str) -> float:
 
 
 def test_guidellm_client_finishes_all_requests(target: Served, hub: Path, tmp_path: Path) -> None:
-    before = target.front.engine.statistics()
+    before = target.service.engine.statistics()
     asked = (
         ("--backend", f"kind=openai_http,target={target.url},model=tiny:llama"),
         ("--tokenizer", f"kind=huggingface_auto,model={NAME}"),
@@ -145,7 +145,7 @@ def test_guidellm_client_finishes_all_requests(target: Served, hub: Path, tmp_pa
     (benchmark,) = json.loads((tmp_path / "found.json").read_text())["benchmarks"]
     counts = benchmark["metrics"]["request_totals"]
     assert (counts["successful"], counts["errored"]) == (4, 0)
-    assert target.front.engine.statistics().requests_finished - before.requests_finished >= 4
+    assert target.service.engine.statistics().requests_finished - before.requests_finished >= 4
 
 
 def trace(file: Path) -> None:
@@ -174,7 +174,7 @@ def test_aiperf_counts_match_the_engine_and_a_replay(hub: Path, tmp_path: Path) 
         }
         words = [word for pair in asked.items() for word in pair]
         run(hub, tmp_path, "aiperf", "profile", *words, "--streaming", "--fixed-schedule", "--no-gpu-telemetry")
-        now = served.front.engine.statistics()
+        now = served.service.engine.statistics()
     rows = [
         json.loads(line)["metrics"] for line in (tmp_path / "out" / "profile_export.jsonl").read_text().splitlines()
     ]

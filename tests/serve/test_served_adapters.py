@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from openai import NotFoundError, OpenAI
 from serve_support import LONGEST, Served, serving
+from test_fronts import fronted
 
 from hybridkv.cli import main
 from hybridkv.errors import ConfigError
@@ -31,10 +32,14 @@ def engine_with(folders: dict[str, str]) -> Engine:
     return Engine(load("tiny:llama"), memory="4MiB", max_model_len=LONGEST, options=EngineOptions(lora_modules=folders))
 
 
-@pytest.fixture(scope="module")
-def served(folders: dict[str, str]) -> Iterator[Served]:
-    with serving(engine_with(folders)) as one:
-        yield one
+@pytest.fixture(scope="module", params=["one process", "a front"])
+def served(folders: dict[str, str], request: pytest.FixtureRequest) -> Iterator[Served]:
+    if request.param == "a front":
+        with fronted(engine_with(folders)) as other:
+            yield other.fronts[0]
+    else:
+        with serving(engine_with(folders)) as one:
+            yield one
 
 
 @pytest.fixture(scope="module")

@@ -104,7 +104,7 @@ def test_top_shows_the_counts_of_a_running_server(llama: Served, capsys: pytest.
     assert look(url=llama.url) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     now = llama.statistics
-    groups = llama.front.engine._engine.cache.statistics().groups
+    groups = llama.service.engine._engine.cache.statistics().groups
     assert f"tiny:llama at {llama.url}/metrics" in lines
     assert f"hit rate - {now.hit_tokens / now.prompt_tokens:.1%}" in lines
     assert f"prompt tokens/s - {now.prompt_tokens}" in lines

@@ -67,6 +67,13 @@ def serve_command(
         metavar="N",
         default=1,
     ),
+    front_workers: int = run_option(
+        "Processes that answer HTTP and convert text; 0 does so in the process of the model.",
+        min=0,
+        max=64,
+        metavar="N",
+        default=0,
+    ),
     host: str = run_option("Address or name to listen on.", default="127.0.0.1"),
     port: int = run_option("Port to listen on; 0 takes any free port.", min=0, max=_MOST_PORT, default=8000),
     served_model_name: str | None = request_option("Name of the model for clients.", show_default="that of --model"),
@@ -164,7 +171,9 @@ def serve_command(
         create_app,
         listen,
     )
+    from hybridkv.serve.fronts import Fronts, listen_for  # noqa: PLC0415  # same
     from hybridkv.serve.gates import is_address  # noqa: PLC0415  # same
+    from hybridkv.serve.service import Service  # noqa: PLC0415  # same
 
     keys = None if api_key_file is None else ApiKeys.read(api_key_file)
     hosts = [*(allow_host or ()), *([host] if host and not is_address(host) else ())]
@@ -186,17 +195,13 @@ def serve_command(
         lora_modules=_adapters(lora_modules or (), more_adapters or (), enabled=enable_lora),
     )
     require_combinable(options, ranks=tensor_parallel_size)
-    if kv_events_replay is not None and kv_events is None:
-        raise ConfigError("--kv-events-replay has no effect without --kv-events: give --kv-events ENDPOINT too")
-    if kv_events_form is KVEventsForm.RAW and kv_events is None:
-        raise ConfigError("--kv-events-form raw has no effect without --kv-events: give --kv-events ENDPOINT too")
-    if kv_events_medium and kv_events is None:
-        raise ConfigError("--kv-events-medium has no effect without --kv-events: give --kv-events ENDPOINT too")
-    if kv_events_medium and Medium.CPU in kv_events_medium and tiers.host_memory is None:
-        raise ConfigError("--kv-events-medium CPU publishes nothing without --host-memory: give --host-memory SIZE too")
-    listening = listen(host, port)  # a port that is in use should be reported before a model is loaded
+    _require_events(
+        kv_events, kv_events_replay, kv_events_form, kv_events_medium or (), has_host=tiers.host_memory is not None
+    )
+    # a port that is in use should be reported before a model is loaded
+    sockets = listen_for(host, port, front_workers) if front_workers else [listen(host, port)]
     drafter = drafts.drafter(options, trust_remote_code=model.trust_remote_code) if drafts else None
-    shown_host, shown_port = listening.getsockname()[:2]
+    shown_host, shown_port = sockets[0].getsockname()[:2]
     at = f"http://[{shown_host}]:{shown_port}" if ":" in shown_host else f"http://{shown_host}:{shown_port}"
     with ExitStack() as ending:
         published = None
@@ -225,16 +230,20 @@ def serve_command(
             )
             events = ending.enter_context(publisher)
         tracer = None
-        if spans:
+        if spans:  # with fronts, only to report what is missing before they start
             from hybridkv.serve.generation import exporting  # noqa: PLC0415  # OpenTelemetry's SDK is an extra
 
             tracer = ending.enter_context(exporting())
-        app = create_app(engine, served, events=events, tracer=tracer)
+        said = partial(print, _ready(engine, served, at), flush=True)
+        server: Server | Fronts
+        if front_workers:
+            server = Fronts(Service(engine, served, events), served, limits, said, spans=spans)
+        else:
+            server = Server(create_app(engine, served, events=events, tracer=tracer), said, limits)
         gc.collect()
         gc.freeze()  # the loaded model stays: scanning it for garbage would pause all streams for some 0.2 s
         ending.callback(gc.unfreeze)  # otherwise it is never freed, and libraries report it as leaked at exit
-        server = Server(app, lambda: print(_ready(engine, served, at), flush=True), limits)
-        server.run(sockets=[listening])
+        server.run(sockets=sockets)
     if server.cut_off:
         print(
             f"stopped: {server.cut_off} answers took longer than the {grace:g} s of --grace and were cut off",
@@ -250,6 +259,18 @@ def _maker(model: ModelOptions, ranks: int, ending: ExitStack) -> Callable[..., 
     from hybridkv.runner.engine import Engine  # noqa: PLC0415  # takes seconds
 
     return partial(Engine, model.load()) if ranks == 1 else ending.enter_context(model.ranks(ranks)).engine
+
+
+def _require_events(
+    endpoint: str | None, replay: str | None, form: KVEventsForm, media: Sequence[Medium], *, has_host: bool
+) -> None:
+    """Raise ConfigError for an option of KV events that has no effect."""
+    given = {"replay": replay is not None, "form raw": form is KVEventsForm.RAW, "medium": len(media) > 0}
+    for name, is_given in given.items():
+        if is_given and endpoint is None:
+            raise ConfigError(f"--kv-events-{name} has no effect without --kv-events: give --kv-events ENDPOINT too")
+    if Medium.CPU in media and not has_host:
+        raise ConfigError("--kv-events-medium CPU publishes nothing without --host-memory: give --host-memory SIZE too")
 
 
 def _adapters(given: Sequence[str], more: Sequence[str], *, enabled: bool) -> dict[str, str]:

@@ -18,7 +18,7 @@ from typing import Any, Final, NotRequired
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from opentelemetry.trace import Tracer
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Receive, Scope, Send
@@ -34,8 +34,8 @@ from hybridkv.serve.errors import ApiError, ErrorBody, answer_errors
 from hybridkv.serve.front import Front, Piece, ServeOptions, TokenTexts
 from hybridkv.serve.gates import BYTES_PER_SECOND, MOST_VALUES, BodyGate, HeadGate, Pace, check_key, check_origin
 from hybridkv.serve.generation import Answer, Asked
-from hybridkv.serve.metrics import Snapshot, SnapshotCollector
 from hybridkv.serve.response_bodies import ResponseBody
+from hybridkv.serve.service import Service
 
 _ERRORS: Final[dict[int | str, dict[str, Any]]] = {
     status: {"model": ErrorBody, "description": said}
@@ -92,7 +92,12 @@ def create_app(
     Returns:
         The application; its ``state.front`` is the state that its routes share.
     """
-    front = Front(instance("engine", engine, Engine), options or ServeOptions(), events, tracer)
+    options = options or ServeOptions()
+    return app_of(Front(Service(instance("engine", engine, Engine), options, events), options, tracer))
+
+
+def app_of(front: Front) -> FastAPI:
+    """Make an application with the routes of ``front``; its lifespan enters and closes ``front``."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -307,7 +312,7 @@ def _add_health(app: FastAPI, front: Front) -> None:
     @app.get("/health")
     async def health() -> Status:
         """Answer 200 while the engine lives, 503 once it has ended."""
-        if front.engine.ended:
+        if not await front.service.alive():
             raise ApiError(503, "the engine has ended: restart the server; its log says why")
         return {"status": "ok"}
 
@@ -349,13 +354,12 @@ def _add_operations(app: FastAPI, front: Front) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         """Return the metrics in Prometheus' text format."""
-        snapshot = await front.engine.between_steps(Snapshot.of)
-        return Response(generate_latest(SnapshotCollector(snapshot, front.metrics)), media_type=CONTENT_TYPE_LATEST)
+        return Response(await front.service.metrics_text(), media_type=CONTENT_TYPE_LATEST)
 
     @app.post("/reset_prefix_cache")
     async def reset_prefix_cache() -> JSONResponse:
         """Empty the prefix cache; 409 while requests hold blocks."""
-        if not await front.engine.between_steps(lambda engine: engine.reset_prefix_cache()):
+        if not await front.service.reset_prefix_cache():
             raise ApiError(409, "running requests hold blocks: try again when no request runs")
         return JSONResponse({"reset": True})
 
@@ -384,7 +388,7 @@ class _LiveStream(StreamingResponse):
     """Samples until the client disconnects or the server drains."""
 
     def __init__(self, front: Front) -> None:
-        self._events = front.live.events(lambda: front.draining)
+        self._events = front.service.samples(lambda: front.draining)
         super().__init__(self._events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

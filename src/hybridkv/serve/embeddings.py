@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 
 from hybridkv.request import NO_HINTS
 from hybridkv.runner.completion import Completion, Increment
-from hybridkv.runner.pooling import Embedder, Vector
+from hybridkv.runner.pooling import Pooling, Vector
 from hybridkv.serve.bodies import EmbeddingBody
 from hybridkv.serve.forms import CachedTokens
 from hybridkv.serve.front import Front
@@ -57,17 +57,16 @@ async def ask_embeddings(front: Front, body: EmbeddingBody, request: Request) ->
     front.places.require(len(body.prompts))
     prompts = await front.tokens.ids(request, body.prompts)
     front.most_tokens(prompts, 1)
-    embedder = await front.embedder()
-    asked = Asked(f"embd-{uuid.uuid4().hex}", prompts, embedder.sampling, salt, NO_HINTS, front.lora(body.model))
-    return asked, EmbeddingsForm(asked.lora or front.name, body, asked, embedder)
+    pooling, lora = await front.service.pooling(), front.lora(body.model)
+    asked = Asked(f"embd-{uuid.uuid4().hex}", prompts, pooling.sampling, salt, NO_HINTS, lora=lora, embeds=True)
+    return asked, EmbeddingsForm(lora or front.name, body, asked, pooling)
 
 
 class EmbeddingsForm:
     """The vectors of one answer, which is whole: it has no events. ``model``: the name for clients."""
 
-    def __init__(self, model: str, body: EmbeddingBody, asked: Asked, embedder: Embedder) -> None:
-        self._model, self._body, self._asked, self._embedder = model, body, asked, embedder
-        self._kept = [embedder.keep(asked.request_id(number)) for number in range(len(asked.prompts))]
+    def __init__(self, model: str, body: EmbeddingBody, asked: Asked, pooling: Pooling) -> None:
+        self._model, self._body, self._asked, self._pooling = model, body, asked, pooling
 
     def begin(self) -> Iterable[bytes]:
         """Return nothing."""
@@ -83,7 +82,7 @@ class EmbeddingsForm:
 
     def whole(self, done: Sequence[Completion]) -> EmbeddingsAnswer:
         """Return the vectors in the order of the inputs. Raises ConfigError for more dimensions than there are."""
-        vectors = [self._embedder.vector(one, self._body.dimensions) for one in self._kept]
+        vectors = [self._pooling.vector(one.pooled, self._body.dimensions) for one in done]
         tokens = sum(map(len, self._asked.prompts))
         return {
             "id": self._asked.id,

@@ -1,4 +1,4 @@
-"""The state that all routes share: the engine in asyncio, its tokenizer's threads, its places, its tenants.
+"""The state that all routes share: the engine's service, its tokenizer's threads, its places, its tenants.
 
 Texts are tokenized in threads, alongside the event loop:
 
@@ -16,12 +16,12 @@ import json
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AsyncExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
 
 from opentelemetry.trace import Tracer
 from starlette.requests import Request
@@ -29,18 +29,19 @@ from starlette.requests import Request
 from hybridkv.arguments import check_fields, each, integer, one_of, or_none, text
 from hybridkv.errors import ConfigError
 from hybridkv.request import StructuredOutput
-from hybridkv.runner.async_engine import AsyncEngine, EventSink
 from hybridkv.runner.chat import chat_ids
-from hybridkv.runner.engine import Engine
 from hybridkv.runner.inputs import encode
-from hybridkv.runner.load import LoadedModel
-from hybridkv.runner.pooling import Embedder
+from hybridkv.runner.load import LoadedModel, TextModel
 from hybridkv.serve.bodies import ChatMessage, EmbeddingBody, SamplingBody, TemplateBody
 from hybridkv.serve.errors import ApiError, ClientGoneError, leaves
 from hybridkv.serve.formats import Formats
 from hybridkv.serve.gates import ApiKeys, host_name, origin, tenant_of
-from hybridkv.serve.metrics import PREFIX, Live, RequestMetrics, metrics_prefix
+from hybridkv.serve.metrics import PREFIX, metrics_prefix
 from hybridkv.serve.text_bound import TextBound
+
+if TYPE_CHECKING:  # services take places and turns of this module
+    from hybridkv.serve.remote import RemoteService
+    from hybridkv.serve.service import Service
 
 T = TypeVar("T")
 
@@ -97,24 +98,24 @@ class Places:
     """Counts the outputs that run or wait, at most ``most``. One event loop uses it."""
 
     def __init__(self, most: int) -> None:
-        self._most = most
+        self.most = most
         self.taken = 0
 
     def require(self, count: int) -> None:
         """Raise ApiError 400 for more outputs than there are places."""
-        if count > self._most:
+        if count > self.most:
             raise ApiError(
-                400, f"{count} outputs asked for at once (prompts times n), but at most {self._most} fit: ask for fewer"
+                400, f"{count} outputs asked for at once (prompts times n), but at most {self.most} fit: ask for fewer"
             )
 
     @contextmanager
     def take(self, count: int) -> Iterator[None]:
         """Hold ``count`` places in the context. ApiError 429 while too few are free, 400 if there are fewer in all."""
         self.require(count)
-        if self.taken + count > self._most:
+        if self.taken + count > self.most:
             raise ApiError(
                 429,
-                f"{self.taken} of at most {self._most} outputs run or wait, and {count} more do not fit: try again "
+                f"{self.taken} of at most {self.most} outputs run or wait, and {count} more do not fit: try again "
                 f"after {RETRY_AFTER} s",
                 code="queue_full",
                 headers={"Retry-After": str(RETRY_AFTER)},
@@ -127,40 +128,26 @@ class Places:
 
 
 class Front:
-    """An engine that is served: used as ``async with``, which closes it."""
+    """The routes' side of a served engine: used as ``async with``, which closes ``service``."""
 
-    def __init__(
-        self, engine: Engine, options: ServeOptions, events: EventSink | None, tracer: Tracer | None = None
-    ) -> None:
-        self.engine, self.options = AsyncEngine(engine, events=events), options
-        self.loaded = engine.loaded
-        self.name, self.adapters = options.name or engine.loaded.name, engine.adapters.names
-        if self.name in self.adapters:
-            raise ConfigError(f"the model and an adapter are both called {self.name!r}: give one of them another name")
-        self.formats = Formats.of(engine.loaded.tokenizer, options.tool_call_parser, options.reasoning_parser)
-        self.max_model_len = engine.plan.max_model_len
-        self.places = Places(engine.options.max_running + options.max_waiting)
-        self.tokens = Tokens(engine.loaded, engine.plan.max_model_len)
-        self.metrics = RequestMetrics(options.metrics_prefix, self.name)
-        self.live = Live(self.engine, self.metrics)
-        self.tracer = tracer
+    def __init__(self, service: Service | RemoteService, options: ServeOptions, tracer: Tracer | None = None) -> None:
+        self.service, self.options, self.tracer = service, options, tracer
+        self.loaded, self.max_model_len, self.places = service.model, service.max_model_len, service.places
+        self.name, self.adapters = options.name or self.loaded.name, service.adapters
+        self.formats = Formats.of(self.loaded.tokenizer, options.tool_call_parser, options.reasoning_parser)
+        self.tokens = Tokens(self.loaded, self.max_model_len)
         self.created = int(time.time())
         self.draining = False
-        self._embedder: Embedder | None = None
-        self._grammars = engine.grammars
-        self._closing = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        with suppress(ConfigError):  # a tokenizer that is converted later would delay steps
-            self._grammars.of(StructuredOutput("json_object"))
-        self._closing.callback(self.tokens.close)
-        self._closing.push_async_callback(self.engine.close)
+        await self.service.__aenter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._closing.aclose()
-        if self._embedder is not None:
-            self._embedder.close()
+        try:
+            await self.service.__aexit__()
+        finally:
+            self.tokens.close()
 
     def require_model(self, asked: str | None) -> None:
         """Raise ApiError 404 for a model that is not served."""
@@ -173,21 +160,6 @@ class Front:
     def lora(self, asked: str | None) -> str | None:
         """Return the adapter that clients call ``asked``; None for the model itself."""
         return asked if asked in self.adapters else None
-
-    async def embedder(self) -> Embedder:
-        """Return what pools hidden states; the first call makes it, between two steps.
-
-        Raises ConfigError for an engine or a model without embeddings.
-        """
-
-        def made(engine: Engine) -> Embedder:
-            if self._embedder is None:
-                self._embedder = Embedder(engine)
-            return self._embedder
-
-        if (found := self._embedder) is None:
-            found = await self.engine.between_steps(made)
-        return found
 
     def salt(self, request: Request, body: SamplingBody | EmbeddingBody) -> str | None:
         """Return the cache salt for ``body``, sent by ``request``.
@@ -229,12 +201,31 @@ class Front:
         Raises ConfigError for one that cannot be compiled, ClientGoneError if the client of ``request`` disconnects.
         """
         if form is not None:
-            await self.tokens.run(request, [Piece(len(form.text), partial(self._grammars.of, form))])
+            await unless_gone(request, self.service.compile(client_of(request), form))
 
     def require_text(self) -> None:
         """Raise ConfigError without a tokenizer."""
         if self.loaded.tokenizer is None:
             raise ConfigError(f"{self.name} has no tokenizer: ask for token ids, with return_token_ids")
+
+
+def client_of(request: Request) -> tuple[str | None, str | None]:
+    """Return whose turns the work of ``request`` takes: a tenant at an address."""
+    return tenant_of(request), None if request.client is None else request.client.host
+
+
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """Return the result of ``work``. Cancel it with ClientGoneError if the client of ``request`` disconnects."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(leaves(request.receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGoneError
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
 
 
 # texts in turns
@@ -372,24 +363,14 @@ class Tokens:
         max_model_len: tokens of prompt and output together; no longer text is tokenized.
     """
 
-    def __init__(self, loaded: LoadedModel, max_model_len: int) -> None:
+    def __init__(self, loaded: LoadedModel | TextModel, max_model_len: int) -> None:
         self._loaded, self._most = loaded, max_model_len
         self._bound = TextBound.of(loaded.tokenizer)
         self._turns = Turns(parallel=bool(getattr(loaded.tokenizer, "is_fast", False)))
 
     async def run(self, request: Request, pieces: Iterable[Piece[T]]) -> list[T]:
         """Run ``pieces`` in turns with other clients. ClientGoneError if the client of ``request`` disconnects."""
-        client = tenant_of(request), request.client and request.client.host
-        working = asyncio.ensure_future(self._turns.run(client, pieces))
-        leaving = asyncio.ensure_future(leaves(request.receive))
-        try:
-            await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                raise ClientGoneError
-            return working.result()
-        finally:
-            working.cancel()
-            leaving.cancel()
+        return await unless_gone(request, self._turns.run(client_of(request), pieces))
 
     async def ids(self, request: Request, prompts: Sequence[str | list[int]]) -> list[list[int]]:
         """Return the token ids of each of ``prompts``.

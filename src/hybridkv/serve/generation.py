@@ -1,6 +1,6 @@
 """Running the requests of one body in the engine, and sending the outputs as one answer or as a stream of events.
 
-    Asked -> places -> AsyncEngine.read -> Parts of a step -> Form -> JSON, or events, in one message of the step
+    Asked -> Service: places, AsyncEngine -> Parts of a step -> Form -> JSON, or events, in one message of the step
 
 If a client disconnects, its requests end: their rows are free within a step. All tokens of a server pass here, in the
 interpreter that the engine's thread also needs. One step of a stream costs one turn of a task and one ``send``.
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Protocol, Self
+from typing import TYPE_CHECKING, Final, Protocol, Self
 
 from fastapi.responses import JSONResponse, Response
 from opentelemetry import propagate
@@ -29,12 +29,14 @@ from starlette.types import Receive, Scope, Send
 
 from hybridkv.errors import ConfigError
 from hybridkv.request import Hints, SamplingParams
-from hybridkv.runner.async_engine import Reading
 from hybridkv.runner.completion import Completion, Increment, Stream
 from hybridkv.runner.engine import Engine
 from hybridkv.serve.errors import ClientGoneError, api_error, leaves
 from hybridkv.serve.front import Front, Piece
-from hybridkv.serve.metrics import Watch
+
+if TYPE_CHECKING:  # a service reads bodies of this module
+    from hybridkv.serve.remote import RemoteOutputs
+    from hybridkv.serve.service import CountedOutputs
 
 CLIENT_LEFT: Final = "client_left"
 """The error type of a span with a disconnected client."""
@@ -56,6 +58,7 @@ class Asked:
         salt: the cache salt of every prompt.
         hints: for every prompt.
         lora: the adapter of every prompt; None for the model itself.
+        embeds: whether the completions are to have the pooled hidden states of their prompts.
     """
 
     id: str
@@ -64,6 +67,7 @@ class Asked:
     salt: str | None
     hints: Hints
     lora: str | None = None
+    embeds: bool = False
 
     @property
     def outputs(self) -> int:
@@ -74,14 +78,15 @@ class Asked:
         """Return the id of the engine's request for the prompt with this number."""
         return self.id if len(self.prompts) == 1 else f"{self.id}-{prompt}"
 
-    def requests(self) -> list[Callable[[Engine], Stream]]:
-        """Return a function for each prompt that queues its request."""
+    def requests(self, *, text: bool = True) -> list[Callable[[Engine], Stream]]:
+        """Return a function for each prompt that queues its request. Without ``text``, increments have ids only."""
 
         def queued(number: int, engine: Engine) -> Stream:
             name, salt = self.request_id(number), self.salt
-            return engine.stream(
+            made = engine.stream(
                 self.prompts[number], self.sampling, request_id=name, cache_salt=salt, hints=self.hints, lora=self.lora
             )
+            return made if text else made.as_ids()
 
         return [partial(queued, number) for number in range(len(self.prompts))]
 
@@ -173,12 +178,10 @@ class RequestSpan:
 
 
 class Generation:
-    """The outputs of ``asked`` as they arrive; ``span`` records them."""
+    """The outputs of a body as they arrive, until its client leaves; ``span`` records them."""
 
-    def __init__(self, front: Front, asked: Asked, reading: Reading, span: RequestSpan | None) -> None:
-        self._outputs, self._reading, self._span = asked.sampling.n, reading, span
-        begun = time.monotonic()
-        self._watches = [Watch(front.metrics, begun) for _ in range(asked.outputs)]
+    def __init__(self, outputs: CountedOutputs | RemoteOutputs, span: RequestSpan | None) -> None:
+        self._outputs, self._span = outputs, span
         self._gone = False
 
     async def next(self) -> list[Part]:
@@ -186,24 +189,23 @@ class Generation:
 
         Raises the error of a request, and ClientGoneError.
         """
-        found = [(prompt * self._outputs + one.output, one) for prompt, one in await self._reading.next()]
+        found = await self._outputs.next()
         if self._gone:
             raise ClientGoneError
-        for choice, new in found:
-            self._watches[choice].came(len(new.token_ids), new.completion)
-            if self._span is not None:
+        if self._span is not None:
+            for choice, new in found:
                 self._span.came(choice, new)
         return found
 
     @property
     def ended(self) -> bool:
         """Whether nothing more will come, and the client is connected."""
-        return self._reading.ended and not self._gone
+        return self._outputs.ended and not self._gone
 
     def leave(self, _: object = None) -> None:
         """End the generation, because its client has disconnected."""
         self._gone = True
-        self._reading.leave()
+        self._outputs.leave()
 
 
 class Answer(Response):
@@ -242,9 +244,9 @@ class Answer(Response):
 
     @contextmanager
     def _generated(self, receive: Receive) -> Iterator[Generation]:
-        asked, front, span = self._asked, self._front, self._span
-        with span or nullcontext(), front.places.take(asked.outputs), front.engine.read(asked.requests()) as reading:
-            generation = Generation(front, asked, reading, span)
+        span = self._span
+        with span or nullcontext(), self._front.service.read(self._asked) as outputs:
+            generation = Generation(outputs, span)
             leaving = asyncio.ensure_future(leaves(receive))  # ends it even while something is sent
             leaving.add_done_callback(generation.leave)
             try:

@@ -351,19 +351,22 @@ def _error(status: int, message: str, *, retry: bool) -> bytes:
     return head.encode() + body
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
     """Open a listening socket.
 
     Args:
         host: a name or address of this machine.
         port: a TCP port; 0 takes any free one.
+        shared: let other such sockets of this user listen at the port, too: the system shares connections out.
 
     Raises:
-        ConfigError: the address is unknown, taken or not allowed.
+        ConfigError: the address is unknown, taken or not allowed, or the system has no shared ports.
     """
+    if shared and not hasattr(socket, "SO_REUSEPORT"):
+        raise ConfigError("several processes cannot listen at one port on this system: use --front-workers 1")
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        listening = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        listening = socket.create_server((host, port), family=family, backlog=_BACKLOG, reuse_port=shared)
     except (OSError, OverflowError) as error:
         raise ConfigError(
             f"cannot listen at {host}, port {port}: {error}: use an address of this machine and a free port, or port 0"
