@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import BinaryIO, Final
+from pathlib import Path
+from typing import Any, BinaryIO, Final, Literal, overload
+
+from hybridkv.errors import ConfigError
+from hybridkv.regular_files import open_regular
 
 MOST_BYTES: Final = 1 << 24
 """Bytes of a document: ten times the plan of the deepest model. Parsed, it takes up to 20 times as much memory."""
@@ -11,6 +15,34 @@ MOST_BYTES: Final = 1 << 24
 
 class DocumentError(Exception):
     """A document is not valid. The caller adds where it comes from."""
+
+
+@overload
+def read_json_file(path: Path, kind: Literal["object"]) -> dict[str, Any]: ...
+
+
+@overload
+def read_json_file(path: Path, kind: Literal["array"]) -> list[Any]: ...
+
+
+def read_json_file(path: Path, kind: Literal["object", "array"]) -> Any:
+    """Return the value in a JSON file.
+
+    Args:
+        path: The file.
+        kind: What the value must be.
+
+    Raises:
+        ConfigError: The file cannot be read, or its value is of another kind.
+    """
+    try:
+        with open_regular(path) as file:
+            found = read_json(file)
+    except (OSError, DocumentError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    if not isinstance(found, dict if kind == "object" else list):
+        raise ConfigError(f"{path} holds no JSON {kind}: save the model there again, or give another path")
+    return found
 
 
 def read_json(file: BinaryIO) -> object:

@@ -15,13 +15,12 @@ from hybridkv.models.fields import DTYPE_NAMES, Fields, config_dtype, max_model_
 from hybridkv.models.general import HEADS, general, with_mtp
 from hybridkv.models.hybrids import HYBRIDS
 from hybridkv.models.indexed import INDEXED_DECODERS
-from hybridkv.models.json_text import DocumentError, read_json
+from hybridkv.models.json_text import read_json_file
 from hybridkv.models.layers import Counting, Family, NotingFamily, ReadOptions, Weights, refuse_layer_types
 from hybridkv.models.model import ASSUMED, Model, ReadFact
 from hybridkv.models.other_states import OTHER_STATES
 from hybridkv.models.quantization import QUANTIZED, SIDECAR, SKIPPED, KVDtype, kv_dtype, quantized, weight_bytes
 from hybridkv.models.reading import GIVEN, LAYERS, refuse_unread, table, text_parts
-from hybridkv.regular_files import open_regular
 from hybridkv.spec_fields import Quantization
 from hybridkv.units import MOST_BYTES, MOST_COUNT, dtype_bytes, dtype_name, shown
 
@@ -233,7 +232,7 @@ def _quantized(source: str | Path | Mapping[str, object], config: Mapping[str, o
     if not isinstance(source, Mapping):
         folder = Path(source) if Path(source).is_dir() else Path(source).parent
         if (folder / "config.json").is_file() and (folder / SIDECAR).is_file():
-            sidecar = _read_json(folder / SIDECAR)
+            sidecar = read_json_file(folder / SIDECAR, "object")
     return kv_dtype(config, name, sidecar)
 
 
@@ -249,19 +248,8 @@ def _load(source: str | Path | Mapping[str, object]) -> tuple[str, Mapping[str, 
     elif not path.exists():
         known = known_model(str(source))
         return known.name, known.config
-    config = _read_json(path)
+    config = read_json_file(path, "object")
     return _own_name(config, path.resolve().parent.name or "model"), config
-
-
-def _read_json(path: Path) -> Mapping[str, object]:
-    try:
-        with open_regular(path) as file:
-            config = read_json(file)
-    except (OSError, DocumentError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path} holds no JSON object: give a Hugging Face config.json")
-    return config
 
 
 def _own_name(config: Mapping[str, object], default: str) -> str:

@@ -25,9 +25,8 @@ from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 from hybridkv.arguments import check_fields, each, flag, instance, integer, text
 from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.models import read_model
-from hybridkv.models.json_text import DocumentError, read_json
+from hybridkv.models.json_text import read_json_file
 from hybridkv.models.quantization import kv_dtype
-from hybridkv.regular_files import open_regular
 from hybridkv.runner.model_call import auto_class, vocabulary_of
 from hybridkv.runner.probe import require_runnable
 from hybridkv.runner.shares import ModelShare
@@ -402,9 +401,9 @@ def require_plain_weights(folder: Path) -> None:
     """Raise ConfigError unless ``folder`` has safetensors, and all weights that it names are such files in it."""
     if not any(folder.glob(f"*{_WEIGHTS}")):
         raise ConfigError(f"{folder} has no *.safetensors: save the model there with save_pretrained")
-    _require_weights(folder / CONFIG, _object(folder / CONFIG).get("transformers_weights"))
+    _require_weights(folder / CONFIG, read_json_file(folder / CONFIG, "object").get("transformers_weights"))
     for index in filter(Path.is_file, folder.glob(_INDEX)):
-        shards = _object(index).get("weight_map")
+        shards = read_json_file(index, "object").get("weight_map")
         if not isinstance(shards, dict):
             raise ConfigError(f"weight_map in {index} must be an object: save the model as safetensors again")
         for shard in shards.values():
@@ -428,9 +427,9 @@ def require_no_code(folder: Path) -> None:
 
     Code that the folder has for a config or a model of a known type does not matter: transformers uses its own.
     """
-    settings = _object(folder / _TOKENIZER) if (folder / _TOKENIZER).is_file() else {}
+    settings = read_json_file(folder / _TOKENIZER, "object") if (folder / _TOKENIZER).is_file() else {}
     known = False
-    for where, values in ((_TOKENIZER, settings), (CONFIG, _object(folder / CONFIG))):
+    for where, values in ((_TOKENIZER, settings), (CONFIG, read_json_file(folder / CONFIG, "object"))):
         name = values.get("tokenizer_class")
         if name is None:
             continue
@@ -454,15 +453,3 @@ def _tokenizer_class(name: object) -> object:
         return False
     names = (name, name.removesuffix("Fast"), f"{name}Fast")
     return next((found for one in names if (found := tokenizer_class_from_name(one)) is not None), None)
-
-
-def _object(path: Path) -> Mapping[str, object]:
-    """Return the JSON object in the file ``path``. Raises ConfigError if the file has no object."""
-    try:
-        with open_regular(path) as file:
-            held = read_json(file)
-    except (OSError, DocumentError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-    if not isinstance(held, dict):
-        raise ConfigError(f"{path} is not a JSON object: save the model there again")
-    return held

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 
 from hybridkv.arguments import check_fields, flag, instance, one_of, or_none
 from hybridkv.errors import ConfigError
-from hybridkv.models.json_text import DocumentError, read_json
-from hybridkv.regular_files import open_regular
+from hybridkv.models.json_text import read_json_file
 from hybridkv.request import SamplingParams
 from hybridkv.runner.engine import Engine
 from hybridkv.runner.inputs import Prompt
@@ -85,11 +84,11 @@ class Pooling:
         """
         if not (Path(folder) / _MODULES).is_file():
             return cls()
-        modules = _read(Path(folder) / _MODULES, list)
+        modules = read_json_file(Path(folder) / _MODULES, "array")
         kinds = {str(one.get("type", "")).rpartition(".")[2]: one for one in modules if isinstance(one, dict)}
         modes = ["no Pooling"]
         if "Pooling" in kinds:
-            given = _read(Path(folder) / str(kinds["Pooling"].get("path", "")) / "config.json", dict)
+            given = read_json_file(Path(folder) / str(kinds["Pooling"].get("path", "")) / "config.json", "object")
             modes = [name for name, on in given.items() if name.startswith("pooling_mode_") and on is True]
         if modes not in ([_MEAN], [_LAST]) or (unknown := kinds.keys() - {*_KNOWN}):
             wrong = ", ".join(sorted(unknown)) if modes in ([_MEAN], [_LAST]) else ", ".join(modes)
@@ -98,17 +97,6 @@ class Pooling:
                 "normalized, are"
             )
         return cls(modes == [_MEAN], "Normalize" in kinds)
-
-
-def _read(path: Path, kind: type[Any]) -> Any:  # noqa: ANN401  # a JSON value of that kind
-    try:
-        with open_regular(path) as file:
-            found = read_json(file)
-    except (OSError, DocumentError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-    if not isinstance(found, kind):
-        raise ConfigError(f"{path} is not a JSON {kind.__name__}: save the model there again")
-    return found
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
