@@ -123,9 +123,9 @@ def cut(loaded: LoadedModel, rank: int, ranks: int) -> LoadedModel:
 def _divided_heads(loaded: LoadedModel, ranks: int) -> dict[str, int]:
     """Return the numbers of a rank's heads, by the config's name for them. Raises UnsupportedModelError as ``cut``."""
     model, config = loaded.model, loaded.model.config.get_text_config()
-    if not model.tp_plan:
+    if not {*model.tp_plan} - {"lm_head"}:
         raise UnsupportedModelError(
-            f"transformers has no tensor parallel plan for {type(model).__name__}: run it with one rank"
+            f"transformers has no tensor parallel plan for the layers of {type(model).__name__}: run it with one rank"
         )
     heads = {name: count for name in _HEADS if (count := getattr(config, name, None))}
     for name, count in heads.items():
