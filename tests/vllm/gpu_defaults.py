@@ -37,6 +37,8 @@ class Counted(deque[Any]):
 
 def schedule_ahead() -> None:
     """Let the CPU platform keep the async scheduling that is asked for, and let its runner do without CUDA."""
+    if torch.cuda.is_available():  # vLLM does it itself
+        return
     check = CpuPlatform.check_and_update_config.__func__
 
     def keep(cls: type[CpuPlatform], vllm_config: Any) -> None:  # noqa: ANN401 - vLLM's

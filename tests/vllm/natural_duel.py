@@ -135,9 +135,11 @@ def answers(
             scheduler = "hybridkv.vllm.AsyncNaturalScheduler"
     elif regime.ahead:
         scheduler = "vllm.v1.core.sched.async_scheduler.AsyncScheduler"
-    told = {"priorities": regime.priorities, "abort": regime.abort, "ahead": regime.ahead, "fault": fault}
-    second = regime.second_runner and ours
-    return answers_of(job_of(model, rounds, options, scheduler=scheduler, second_runner=second, **told), model.parent)
+    told: dict[str, object] = {"priorities": regime.priorities, "abort": regime.abort, "ahead": regime.ahead}
+    told["fault"] = fault
+    # ours chooses its model runner itself, and stock gets the same one
+    told |= {"first_runner": not ours, "second_runner": regime.second_runner and ours}
+    return answers_of(job_of(model, rounds, options, scheduler=scheduler, **told), model.parent)
 
 
 def fits(match: Match, regime: Regime) -> bool:

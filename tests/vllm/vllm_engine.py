@@ -4,9 +4,10 @@ python vllm_engine.py JOB ANSWERS    both JSON files
 
 JOB      {"model": folder, "rounds": [[token ids, ...], ...], "output": tokens, "options": {of vllm.LLM},
           "scheduler": a name or null, "priorities": whether later prompts go first, "abort": every so many-th prompt,
-          "ahead": whether steps are scheduled ahead of outputs, "second_runner": whether that is vLLM's default, as on
-          GPUs, "fault": of natural_faults, "connector_faults": of connector_faults, "one_by_one": whether prompts wait
-          for the last answer, "salts": of prompts, round by round, or null}
+          "ahead": whether steps are scheduled ahead of outputs, "first_runner": whether model runner V1 runs,
+          "second_runner": whether V2 is the default, as on GPUs, "fault": of natural_faults, "connector_faults": of
+          connector_faults, "one_by_one": whether prompts wait for the last answer, "salts": of prompts, round by round,
+          or null}
 ANSWERS  {"rounds": [[{"tokens": [...], "hit_tokens": n, "first_s": seconds to the first token}, ...], ...],
           "preemptions": n, "usage": share, "manager": name, "in_flight": most batches in the engine's queue, 0 without
           one, "runner": module of the model runner where it runs in this process, "version": of vLLM,
@@ -34,6 +35,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # products of float32 as on CPUs, not in TF32
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its scheduler is looked into
 
 import connector_faults
@@ -152,19 +154,26 @@ class Watched:
         }
 
 
-def do(job_file: str, out: str) -> None:
-    """A job, its rounds one after the other."""
-    job = json.loads(Path(job_file).read_text("utf-8"))
-    if job.get("scheduler") is not None:
-        job["options"]["scheduler_cls"] = job["scheduler"]
+def prepare(job: dict[str, Any]) -> None:
+    """Make this process what a job asks for."""
     if job.get("fault") is not None:
         natural_faults.commit(job["fault"])
     for fault in job.get("connector_faults") or ():
         connector_faults.commit(fault)
     if job.get("ahead"):
         gpu_defaults.schedule_ahead()
+    if job.get("first_runner"):
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if job.get("second_runner"):
         gpu_defaults.prefer_second_runner()
+
+
+def do(job_file: str, out: str) -> None:
+    """A job, its rounds one after the other."""
+    job = json.loads(Path(job_file).read_text("utf-8"))
+    if job.get("scheduler") is not None:
+        job["options"]["scheduler_cls"] = job["scheduler"]
+    prepare(job)
     watched = Watched(model=job["model"], **job["options"])
     found = []
     for number, prompts in enumerate(job["rounds"]):

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -139,11 +139,21 @@ class TierWork:
     rows: frozenset[int]
 
 
+class _Loads(NamedTuple):
+    """The answer to a request that waits for a load. ``again``: what came up before was evicted."""
+
+    again: bool
+
+
 class _CameUp(NamedTuple):
-    """The answer to a request whose load arrived: it waits no longer. Tokens first .. last - 1 came up for it."""
+    """The answer to a request whose load arrived. Tokens first .. last - 1 came up for it; ``again``: as in _Loads."""
 
     first: int
     last: int
+    again: bool
+
+
+_Answer = _Loads | _CameUp | Hit | Literal[False]
 
 
 class HostTier:
@@ -197,8 +207,8 @@ class HostTier:
         self._begun_s: dict[int, float] = {}  # by step in flight
         self._settled_s = 0.0  # when the result of the last step came
         self._later: list[tuple[Request, int]] = []  # resume points to store after one of their prefixes
-        # by id: does the request wait for a load, what came up for it, or else its hit on the host
-        self._answers: dict[str, bool | _CameUp | Hit] = {}
+        # by id: the load that the request waits for, what came up for it, its hit on the host; False: it need not wait
+        self._answers: dict[str, _Answer] = {}
         self._stores, self._loads = list[Int32](), list[Int32]()
 
     @property
@@ -311,22 +321,31 @@ class HostTier:
             request: The request, which holds no blocks.
             hit: Its longest prefix on the device.
         """
-        name = request.request_id
-        answer = self._answers.get(name)
-        if isinstance(answer, bool | _CameUp):
-            return answer is True and not self._gives_up(name)
+        answer = self._answers.get(request.request_id)
+        if isinstance(answer, _Loads):
+            return not self._gives_up(request.request_id)
+        if isinstance(answer, _CameUp):
+            # running requests may evict what came up before this one begins: then it comes up again, but only once
+            evicted = not answer.again and hit.tokens < answer.last
+            return evicted and self._wants_more(request, hit, self.host.find_hit(request), again=True)
+        if answer is False:
+            return False
         known = answer is not None and self.host.is_longest_hit(request, answer)
         have = answer if answer is not None and known else self.host.find_hit(request)
-        self._remember(name, have)
+        self._remember(request.request_id, have)
+        return self._wants_more(request, hit, have, again=False)
+
+    def _wants_more(self, request: Request, hit: Hit, have: Hit, *, again: bool) -> bool:
+        """Return whether ``request`` waits for what the store or the host has, and begin to bring that up."""
         longest, may_begin = max(have.tokens, hit.tokens), not self._loads
         if self._behind is not None and self._behind.waits(request, longest, may_begin=may_begin):
             return True
         least = max(self.limits.least_tokens, self._hash_block - hit.tokens)
         if have.tokens - hit.tokens < least or not request.reads_prefix_cache:
-            return self._decided(name, waits=False)
-        return self._loads_prefix(request, hit, have)
+            return self._need_not_wait(request.request_id)
+        return self._loads_prefix(request, hit, have, again=again)
 
-    def _loads_prefix(self, request: Request, hit: Hit, have: Hit) -> bool:
+    def _loads_prefix(self, request: Request, hit: Hit, have: Hit, *, again: bool) -> bool:
         """Return whether ``request`` waits for a load of what the host has, and begin it."""
         name = request.request_id
         coming = self._carriers.on_its_way(request, Way.LOAD, hit.tokens, request.num_tokens)
@@ -338,10 +357,11 @@ class HostTier:
         size = self._carriers.bytes_of(route.columns())
         waits = self.prices.is_faster(have.tokens - route.had.tokens, size, Way.LOAD)
         if not waits and not self.prices.of[Way.LOAD].retries(self._carriers.now):
-            return self._decided(name, waits=False)
+            return self._need_not_wait(name)
         loading = self._carriers.count(Way.LOAD)
         if loading < self.limits.max_loads and self._begin(Way.LOAD, route, carrier, name if waits else None):
-            return self._decided(name, waits=waits)
+            self._remember(name, _Loads(again) if waits else False)
+            return waits
         self._counts["loads_refused"] += 1
         return loading > 0  # loads give their rows and blocks back; without any, the request must not wait
 
@@ -525,8 +545,10 @@ class HostTier:
     def _answer(self, one: Carried, *, arrived: bool) -> None:
         """Note that a transfer ended: the request that waits for a load begins, that of a fetch is looked up again."""
         if one.way is Way.LOAD and one.waits_for_it in self._answers:
-            tokens = one.wanted.tokens
-            self._answers[one.waits_for_it] = _CameUp(tokens - one.new_tokens, tokens) if arrived else False
+            tokens, waited = one.wanted.tokens, self._answers[one.waits_for_it]
+            again = not isinstance(waited, _Loads) or waited.again  # nobody waited for a late one
+            came = _CameUp(tokens - one.new_tokens, tokens, again)
+            self._answers[one.waits_for_it] = came if arrived else False
         times = self.times_of_store if one.way is Way.FETCH else self.times
         direction = Direction.DOWN if one.way is Way.STORE else Direction.UP
         times.add(direction, self._carriers.now - one.since, arrived=arrived)
@@ -537,13 +559,14 @@ class HostTier:
         if mine is None or not self._carriers.is_late(mine):
             return False
         self._counts["late"] += 1
-        return not self._decided(name, waits=False)
+        return not self._need_not_wait(name)
 
-    def _decided(self, name: str, *, waits: bool) -> bool:
-        self._remember(name, waits)
-        return waits
+    def _need_not_wait(self, name: str) -> bool:
+        answer = self._answers.get(name)
+        self._remember(name, answer._replace(again=True) if isinstance(answer, _CameUp) else False)
+        return False
 
-    def _remember(self, name: str, answer: bool | _CameUp | Hit) -> None:
+    def _remember(self, name: str, answer: _Answer) -> None:
         if len(self._answers) >= MOST_REMEMBERED:
             del self._answers[next(iter(self._answers))]
         self._answers[name] = answer

@@ -400,3 +400,17 @@ def test_step_without_tokens_left_loads_for_the_next_requests() -> None:
     run.request("again", [*tokens(0, 8)[:-1], 5, 6])
     step = run.step()
     assert (len(step), step.num_tokens, len(step.loads)) == (1, BLOCK * 9, 8)
+
+
+def test_prefix_that_is_evicted_before_its_request_begins_comes_up_once_more() -> None:
+    """Three prefixes come up at once; the outputs of the first two requests then take the blocks of the third."""
+    run = Driver(device=28, host=300, max_running=2)
+    for number in range(6):
+        run.served(f"new {number}", tokens(number, 8))
+    for number in range(3):
+        run.request(f"again {number}", [*tokens(number, 8)[:-1], 5, 6], output=BLOCK * 5)
+    assert len({*run.step().loads.transfer.tolist()}) == 3
+    run.run(1000)
+    assert run.hits["again 2"] == 128
+    counts = run.tier.statistics()
+    assert (counts.loads, counts.hit_tokens) == (4, 3 * 128)

@@ -367,13 +367,15 @@ class RowState:
 
         No row may begin, end or draw until the result is there. The arguments are those of ``batch``.
         """
-        found: list[Masked] = []
-        for draw in np.flatnonzero(self._formed[rows]).tolist() if self._parsers else ():
-            if (last := before.item(draw)) == NO_DRAFT:
-                found.append(Masked(draw, self._parsers[rows.item(draw)], []))
+        if self._grammars is None or not self._parsers:
+            return None
+        found, draws = list[Masked](), np.flatnonzero(self._formed[rows])
+        for draw, row, last in zip(draws.tolist(), rows[draws].tolist(), before[draws].tolist(), strict=True):
+            if last == NO_DRAFT:
+                found.append(Masked(draw, self._parsers[row], []))
             else:
                 found[-1].drafts.append(last)
-        return self._grammars.begin(found, len(rows), self._vocabulary) if found and self._grammars else None
+        return self._grammars.begin(found, len(rows), self._vocabulary) if found else None
 
     def batch(self, rows: Int32, positions: Int64, before: Int64, masks: Masks | None = None) -> SamplingBatch:
         """Return the batch that draws the token at ``positions[i]`` of ``rows[i]``, for each i.
@@ -403,12 +405,14 @@ class RowState:
         Tokens after its end are taken out of ``kept``: they were drawn after accepted drafts. O(draws).
         """
         over: set[int] = set()
-        for draw in np.flatnonzero(self._formed[rows] & kept).tolist() if self._parsers else ():
-            row = rows.item(draw)
+        if not self._parsers:
+            return over
+        draws = np.flatnonzero(self._formed[rows] & kept)
+        for draw, row, token in zip(draws.tolist(), rows[draws].tolist(), drawn[draws].tolist(), strict=True):
             parser = self._parsers[row]
             if row in over:
                 kept[draw] = False
-            elif parser.consume_token(drawn.item(draw)) and parser.is_stopped():
+            elif parser.consume_token(token) and parser.is_stopped():
                 over.add(row)
         return over
 
