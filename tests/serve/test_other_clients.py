@@ -9,16 +9,18 @@ import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import yaml
-from serve_support import Served, serving
+from serve_support import serving
+from test_fronts import fronted
 
 from hybridkv.models import read_model
 from hybridkv.request import SamplingParams
 from hybridkv.runner import Engine, load
 from hybridkv.runner.chat import chat_ids
+from hybridkv.serve.service import Service
 from hybridkv.simulator import ReplaySettings, TraceFile, plan_for_trace, simulation_of
 from hybridkv.simulator.report import Recording
 
@@ -33,10 +35,21 @@ def engine() -> Engine:
     return Engine(load("tiny:llama"), memory="16MiB", max_model_len=2048)
 
 
-@pytest.fixture(scope="module")
-def target() -> Iterator[Served]:
-    with serving(engine()) as served:
-        yield served
+class Target(NamedTuple):
+    """A server: where clients reach it, and what it serves."""
+
+    url: str
+    service: Service
+
+
+@pytest.fixture(scope="module", params=["one process", "a front"])
+def target(request: pytest.FixtureRequest) -> Iterator[Target]:
+    if request.param == "a front":
+        with fronted(engine()) as other:
+            yield Target(other.fronts[0].url, other.service)
+    else:
+        with serving(engine()) as served:
+            yield Target(served.url, served.service)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +95,7 @@ print(json.dumps({
 """
 
 
-def test_litellm_client_gets_the_engines_text(target: Served, hub: Path, tmp_path: Path) -> None:
+def test_litellm_client_gets_the_engines_text(target: Target, hub: Path, tmp_path: Path) -> None:
     found = json.loads(run(hub, tmp_path, LITELLM, f"{target.url}/v1", python=True).splitlines()[-1])
     with engine() as alone:
         sampling = SamplingParams(max_tokens=7)
@@ -93,7 +106,7 @@ def test_litellm_client_gets_the_engines_text(target: Served, hub: Path, tmp_pat
     assert found["text"] == text.text
 
 
-def test_lm_eval_client_gets_the_engines_logprobs(target: Served, hub: Path, tmp_path: Path) -> None:
+def test_lm_eval_client_gets_the_engines_logprobs(target: Target, hub: Path, tmp_path: Path) -> None:
     documents = [
         {"query": "the sky is", "choices": [" blue", " a table", " seven"], "gold": 0},
         {"query": "one two three one two", "choices": [" three", " nine"], "gold": 1},
@@ -131,7 +144,7 @@ def log_likelihood(alone: Engine, context: str, choice: str) -> float:
     return sum(one.logprob for one in done.prompt_logprobs[len(context) - 1 :])
 
 
-def test_guidellm_client_finishes_all_requests(target: Served, hub: Path, tmp_path: Path) -> None:
+def test_guidellm_client_finishes_all_requests(target: Target, hub: Path, tmp_path: Path) -> None:
     before = target.service.engine.statistics()
     asked = (
         ("--backend", f"kind=openai_http,target={target.url},model=tiny:llama"),
