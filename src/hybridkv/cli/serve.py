@@ -92,8 +92,8 @@ def serve_command(
         show_default=False,
     ),
     lora_modules: list[str] | None = model_option(
-        "LoRA adapter in peft's format, which clients choose as a model called NAME. May be repeated, and may have "
-        "several.",
+        "LoRA adapter in peft's format, which clients choose as a model called NAME. May be repeated; one option "
+        "may list several.",
         metavar="NAME=FOLDER",
         show_default="none",
     ),

@@ -242,9 +242,8 @@ class _Output:
         if known is not None:
             known.add(tokens)
             text = known.text[characters : known.settled_characters] if done is None else known.finish()[characters:]
-        logprobs = None if self._params.logprobs is None else tuple(self._logprobs)
         if done is not None:
-            done = self._whole(done, logprobs)
+            done = self._whole(done)
         self._read_tokens += len(tokens)
         self._read_characters += len(text or "")
         return replace(
@@ -252,17 +251,20 @@ class _Output:
             token_ids=tokens,
             text=text,
             completion=done,
-            logprobs=None if logprobs is None else logprobs[begin:],
+            logprobs=self._logprobs_from(begin),
             prompt_logprobs=None if begin else self._of_prompt,
         )
 
-    def _whole(self, done: Completion, logprobs: tuple[TokenLogprob, ...] | None) -> Completion:
+    def _logprobs_from(self, first: int) -> tuple[TokenLogprob, ...] | None:
+        return None if self._params.logprobs is None else tuple(self._logprobs[first:])
+
+    def _whole(self, done: Completion) -> Completion:
         return replace(
             done,
             prompt_token_ids=tuple(self._prompt),
             token_ids=tuple(self._tokens),
             text=None if self._text is None else self._text.text,
-            logprobs=logprobs,
+            logprobs=self._logprobs_from(0),
             prompt_logprobs=self._of_prompt,
         )
 
