@@ -137,7 +137,7 @@ class History:
             self._stories[name].cut_short = True
             demand(self._scheduler.finish(name) or ending, f"finish does not know {name}")
             self.counts["ended by the caller"] += 1
-        elif what < 0.06:
+        elif what < 0.06 and not ending:
             self._know(self._stories[name], self._scheduler.fork(name, rng.randint(1, 2)))
             self.counts["forks"] += 1
         self._take(self._scheduler.take_finished())
