@@ -239,6 +239,11 @@ def test_serve_command_second_signal_ends_at_once() -> None:
         (("--kv-events-medium", "GPU"), "give --kv-events ENDPOINT too"),
         (("--kv-events-medium", "CPU", "--kv-events", "tcp://127.0.0.1:0"), "give --host-memory SIZE too"),
         (("--kv-events-medium", "TAPE"), "'TAPE' is not one of 'GPU', 'CPU'"),
+        (("--replicas", "2", "--kv-events", "tcp://127.0.0.1:0"), "--kv-events does not work with --replicas"),
+        (("--replicas", "2", "--front-workers", "1"), "--front-workers does not work with --replicas"),
+        (("--data-parallel-size", "2", "--requests", "tcp://127.0.0.1:0"), "--requests does not work with --replicas"),
+        (("--replicas", "2", "--disk", "folder"), "give --store file:///FOLDER"),
+        (("--replicas", "0"), "--replicas"),
     ],
 )
 def test_serve_command_with_invalid_option_prints_one_line(

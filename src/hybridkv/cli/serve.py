@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
@@ -36,8 +40,13 @@ from hybridkv.errors import ConfigError
 from hybridkv.units import MOST_COUNT, format_bytes, format_count, parse_bytes, shown
 
 if TYPE_CHECKING:  # these need torch, which is loaded once the command runs
+    from opentelemetry.trace import Tracer
+
+    from hybridkv.kv_events import KVEventPublisher, RequestPublisher
     from hybridkv.runner.engine import Engine
-    from hybridkv.serve import ServeOptions
+    from hybridkv.serve.remote import FrontSettings
+    from hybridkv.serve.replicas import Replicas, ReplicaServer
+    from hybridkv.serve.service import Service
 
 _MOST_PORT: Final = (1 << 16) - 1
 
@@ -74,6 +83,16 @@ def serve_command(
         metavar="N",
         default=0,
     ),
+    replicas: int = run_option(
+        "Processes that each run the whole model in the given memory; a prompt goes to one that has cached much of it.",
+        "--replicas",
+        "--data-parallel-size",
+        min=1,
+        max=64,
+        metavar="N",
+        default=1,
+    ),
+    replica_link: Annotated[int | None, typer.Option(hidden=True)] = None,
     host: str = run_option("Address or name to listen on.", default="127.0.0.1"),
     port: int = run_option("Port to listen on; 0 takes any free port.", min=0, max=_MOST_PORT, default=8000),
     served_model_name: str | None = request_option("Name of the model for clients.", show_default="that of --model"),
@@ -163,15 +182,10 @@ def serve_command(
     """Serve a model over HTTP with the OpenAI API. SIGTERM or Ctrl-C finishes running answers; a second one exits."""
     drafts = Speculate.parse(speculate)
     from hybridkv.runner.lora import require_combinable  # noqa: PLC0415  # takes seconds
-    from hybridkv.serve import (  # noqa: PLC0415  # same
-        ApiKeys,
-        ConnectionLimits,
-        ServeOptions,
-        Server,
-        create_app,
-        listen,
-    )
-    from hybridkv.serve.fronts import Fronts, listen_for  # noqa: PLC0415  # same
+    from hybridkv.serve import ApiKeys, ConnectionLimits, ServeOptions, Server  # noqa: PLC0415  # same
+    from hybridkv.serve.app import app_of  # noqa: PLC0415  # same
+    from hybridkv.serve.front import Front  # noqa: PLC0415  # same
+    from hybridkv.serve.fronts import Fronts, listen_for, settings_of  # noqa: PLC0415  # same
     from hybridkv.serve.gates import is_address  # noqa: PLC0415  # same
     from hybridkv.serve.service import Service  # noqa: PLC0415  # same
 
@@ -187,6 +201,7 @@ def serve_command(
         tool_call_parser,
         reasoning_parser,
     )
+    is_replica, many = replica_link is not None, replicas > 1 and replica_link is None
     limits = ConnectionLimits(header_timeout, body_timeout, parse_bytes(body_memory), grace)
     options = stepping.engine_options(
         kv_events=kv_events is not None,
@@ -198,48 +213,41 @@ def serve_command(
     _require_events(
         kv_events, kv_events_replay, kv_events_form, kv_events_medium or (), has_host=tiers.host_memory is not None
     )
+    shared = {"--kv-events": kv_events, "--front-workers": front_workers, "--requests": requests, "--disk": tiers.disk}
+    _require_replicable(shared if many else {})
     # a port that is in use should be reported before a model is loaded
-    sockets = listen_for(host, port, front_workers) if front_workers else [listen(host, port)]
-    drafter = drafts.drafter(options, trust_remote_code=model.trust_remote_code) if drafts else None
-    shown_host, shown_port = sockets[0].getsockname()[:2]
-    at = f"http://[{shown_host}]:{shown_port}" if ":" in shown_host else f"http://{shown_host}:{shown_port}"
+    sockets = [] if is_replica else listen_for(host, port, front_workers or 1)
+    drafter = drafts.drafter(options, trust_remote_code=model.trust_remote_code) if drafts and not many else None
     with ExitStack() as ending:
-        published = None
-        if requests is not None:
-            from hybridkv.kv_events import RequestPublisher  # noqa: PLC0415  # pyzmq is an extra
-
-            published = ending.enter_context(RequestPublisher(requests))
-        make = _maker(model, tensor_parallel_size, ending)
-        with checking(model.model):
-            engine = make(
-                options=options,
-                memory=memory,
-                max_model_len=max_model_len,
-                **tiers.behind(),
-                stored=stored.stored(),
-                speculate=drafter,
-                requests=published,
-            )
-        events = None
-        if kv_events is not None:
-            from hybridkv.kv_events import KVEventPublisher  # noqa: PLC0415  # pyzmq is an extra
-
-            exact = kv_events_form is KVEventsForm.EXACT
-            publisher = KVEventPublisher(
-                engine.plan.config, kv_events, kv_events_replay, media=kv_events_medium or None, exact=exact
-            )
-            events = ending.enter_context(publisher)
-        tracer = None
-        if spans:  # with fronts, only to report what is missing before they start
-            from hybridkv.serve.generation import exporting  # noqa: PLC0415  # OpenTelemetry's SDK is an extra
-
-            tracer = ending.enter_context(exporting())
-        said = partial(print, _ready(engine, served, at), flush=True)
-        server: Server | Fronts
-        if front_workers:
-            server = Fronts(Service(engine, served, events), served, limits, said, spans=spans)
+        tracer = _tracer(ending) if spans and not is_replica else None  # with fronts, to report what is missing
+        server: Server | Fronts | ReplicaServer
+        if many:
+            together = _replicas(replicas, ending)
+            said = _ready(served.name or together.model.name, sockets, f"{replicas} replicas, each {together.size}")
+            server = Server(app_of(Front(together, served, tracer)), said, limits)
         else:
-            server = Server(create_app(engine, served, events=events, tracer=tracer), said, limits)
+            publisher = None if requests is None else _request_publisher(requests, ending)
+            make = _maker(model, tensor_parallel_size, ending, share=replicas)
+            with checking(model.model):
+                engine = make(
+                    options=options,
+                    memory=memory,
+                    max_model_len=max_model_len,
+                    **tiers.behind(),
+                    stored=stored.stored(),
+                    speculate=drafter,
+                    requests=publisher,
+                )
+            publish = partial(_publisher, engine, kv_events_replay, kv_events_form, kv_events_medium or None)
+            events = None if kv_events is None else ending.enter_context(publish(kv_events, or_raw=is_replica))
+            service = Service(engine, served, events)
+            said = _ready(served.name or engine.loaded.name, sockets, _size(engine))
+            if replica_link is not None:
+                server = _replica(engine, service, settings_of(service, served, limits), replica_link)
+            elif front_workers:
+                server = Fronts(service, served, limits, said, spans=spans)
+            else:
+                server = Server(app_of(Front(service, served, tracer)), said, limits)
         gc.collect()
         gc.freeze()  # the loaded model stays: scanning it for garbage would pause all streams for some 0.2 s
         ending.callback(gc.unfreeze)  # otherwise it is never freed, and libraries report it as leaked at exit
@@ -254,11 +262,46 @@ def serve_command(
     return 0
 
 
-def _maker(model: ModelOptions, ranks: int, ending: ExitStack) -> Callable[..., Engine]:
-    """Load the model; return what makes its engine. Processes of other ranks end with ``ending``."""
-    from hybridkv.runner.engine import Engine  # noqa: PLC0415  # takes seconds
+def _tracer(ending: ExitStack) -> Tracer:
+    """Return what exports spans until ``ending``."""
+    from hybridkv.serve.generation import exporting  # noqa: PLC0415  # OpenTelemetry's SDK is an extra
 
+    return ending.enter_context(exporting())
+
+
+def _replicas(number: int, ending: ExitStack) -> Replicas:
+    """Start replicas by this command's arguments; they end with ``ending``."""
+    from hybridkv.serve.replicas import Replicas  # noqa: PLC0415  # pyzmq is an extra
+
+    started = Replicas(sys.argv[1:], number, ending.enter_context(TemporaryDirectory(prefix="hybridkv-")))
+    ending.callback(started.close)
+    return started
+
+
+def _replica(engine: Engine, service: Service, front: FrontSettings, link: int) -> ReplicaServer:
+    from hybridkv.serve.replicas import ReplicaServer  # noqa: PLC0415  # pyzmq is an extra
+
+    return ReplicaServer(engine, service, front, _size(engine), link)
+
+
+def _maker(model: ModelOptions, ranks: int, ending: ExitStack, *, share: int) -> Callable[..., Engine]:
+    """Load the model; return what makes its engine. Processes of other ranks end with ``ending``.
+
+    ``share``: how many such processes run on this machine.
+    """
+    import torch  # noqa: PLC0415  # takes seconds
+
+    from hybridkv.runner.engine import Engine  # noqa: PLC0415  # same
+
+    if share > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(torch.get_num_threads() // share, 1))
     return partial(Engine, model.load()) if ranks == 1 else ending.enter_context(model.ranks(ranks)).engine
+
+
+def _request_publisher(endpoint: str, ending: ExitStack) -> RequestPublisher:
+    from hybridkv.kv_events import RequestPublisher  # noqa: PLC0415  # pyzmq is an extra
+
+    return ending.enter_context(RequestPublisher(endpoint))
 
 
 def _require_events(
@@ -288,10 +331,52 @@ def _adapters(given: Sequence[str], more: Sequence[str], *, enabled: bool) -> di
     return found
 
 
-def _ready(engine: Engine, served: ServeOptions, at: str) -> str:
-    """Return one line with the model's name, the address and the cache memory."""
+def _publisher(
+    engine: Engine,
+    replay: str | None,
+    form: KVEventsForm,
+    media: Sequence[Medium] | None,
+    endpoint: str,
+    *,
+    or_raw: bool,
+) -> KVEventPublisher:
+    """Return a publisher of events. ``or_raw``: of raw ones where exact ones are not supported."""
+    from hybridkv.kv_events import KVEventPublisher  # noqa: PLC0415  # pyzmq is an extra
+
+    publisher = partial(KVEventPublisher, engine.plan.config, endpoint, replay, media=media)
+    try:
+        return publisher(exact=form is KVEventsForm.EXACT)
+    except ConfigError:
+        if not or_raw:
+            raise
+    return publisher(exact=False)
+
+
+def _require_replicable(given: Mapping[str, object]) -> None:
+    """Raise ConfigError for a given option that replicas cannot share."""
+    instead = {
+        "--kv-events": "each replica publishes to this server's own router: leave it out, or start servers one by one",
+        "--front-workers": "this server is the front of its replicas: leave it out",
+        "--requests": "each replica would publish at the same endpoint: leave it out",
+        "--disk": "a disk store has one engine: give --store file:///FOLDER, which engines share",
+    }
+    for name, said in instead.items():
+        if given.get(name):
+            raise ConfigError(f"{name} does not work with --replicas: {said}")
+
+
+def _ready(name: str, sockets: Sequence[socket.socket], size: str) -> Callable[[], None]:
+    """Return what prints one line with the model's name, the address and the cache memory. A replica prints none."""
+    if not sockets:
+        return lambda: None
+    host, port = sockets[0].getsockname()[:2]
+    at = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return partial(print, f"serving {name} at {at}: {size}", flush=True)
+
+
+def _size(engine: Engine) -> str:
     plan = engine.plan
     return (
-        f"serving {served.name or engine.loaded.name} at {at}: {format_bytes(plan.memory_bytes)} for "
-        f"{format_count(plan.max_model_len)} tokens a request, {engine.options.max_running} at once, {in_threads()}"
+        f"{format_bytes(plan.memory_bytes)} for {format_count(plan.max_model_len)} tokens a request, "
+        f"{engine.options.max_running} at once, {in_threads()}"
     )

@@ -112,7 +112,7 @@ class View:
         why = ", ".join(f"{format_count(int(count))} {name.replace('_', ' ')}" for name, count in waits.items())
         rows.add_row("running", _count(now.of("num_requests_running")), "")
         rows.add_row("waiting", _count(now.of("num_requests_waiting")), printable(why))
-        usage = now.of("kv_cache_usage_perc")
+        usage = now.mean("kv_cache_usage_perc")
         rows.add_row("memory in use", _share(usage), "" if usage is None else _bar(usage))
         for name, of in (("preemptions", "num_preemptions_total"), ("finished", "requests_finished_total")):
             grown = now.since(self._first, of)
@@ -259,6 +259,11 @@ class Exposition:
         """Return the sum of the samples of that name with ``labels``, None if there are no such samples."""
         found = [value for has, value in self.samples.get(name, ()) if labels.items() <= has.items()]
         return sum(found) if found else None
+
+    def mean(self, name: str) -> float | None:
+        """Return the mean of the samples of that name, one of each replica; None if there are none."""
+        found = [value for _, value in self.samples.get(name, ())]
+        return sum(found) / len(found) if found else None
 
     def by(self, name: str, label: str) -> dict[str, float]:
         """Return the sum of the samples of that name for each value of ``label``."""

@@ -41,6 +41,7 @@ from hybridkv.serve.text_bound import TextBound
 
 if TYPE_CHECKING:  # services take places and turns of this module
     from hybridkv.serve.remote import RemoteService
+    from hybridkv.serve.replicas import Replicas
     from hybridkv.serve.service import Service
 
 T = TypeVar("T")
@@ -130,7 +131,9 @@ class Places:
 class Front:
     """The routes' side of a served engine: used as ``async with``, which closes ``service``."""
 
-    def __init__(self, service: Service | RemoteService, options: ServeOptions, tracer: Tracer | None = None) -> None:
+    def __init__(
+        self, service: Service | RemoteService | Replicas, options: ServeOptions, tracer: Tracer | None = None
+    ) -> None:
         self.service, self.options, self.tracer = service, options, tracer
         self.loaded, self.max_model_len, self.places = service.model, service.max_model_len, service.places
         self.name, self.adapters = options.name or self.loaded.name, service.adapters

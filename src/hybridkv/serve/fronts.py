@@ -26,6 +26,7 @@ from msgspec import Struct
 from hybridkv.errors import ConfigError, WorkerError
 from hybridkv.runner.async_engine import Bell
 from hybridkv.runner.completion import Increment
+from hybridkv.runner.load import LoadedModel, TextModel
 from hybridkv.serve.front import ServeOptions
 from hybridkv.serve.messages import (
     OF_FRONT,
@@ -156,6 +157,28 @@ def _bare(new: Increment) -> Increment:
     return new if done is None and new.text is None else replace(new, text=None, completion=done)
 
 
+def settings_of(
+    service: Service, options: ServeOptions, limits: ConnectionLimits, *, spans: bool = False
+) -> FrontSettings:
+    """Return how another process serves ``service``."""
+    model, most = service.model.without_weights, service.places.most
+    return FrontSettings(model, service.adapters, service.max_model_len, most, options, limits, spans)
+
+
+def pickled(settings: object, model: LoadedModel | TextModel, option: str) -> bytes:
+    """Return ``settings`` as bytes for another process of this machine, which ``option`` asks for.
+
+    Raises ConfigError if the tokenizer of ``model`` cannot be sent, or if its code comes with the model.
+    """
+    reason = "its code comes with the model"
+    if not type(model.tokenizer).__module__.startswith(_MODULES_OF_MODELS):
+        try:
+            return pickle.dumps(settings)
+        except Exception as error:  # noqa: BLE001  # of any kind of tokenizer
+            reason = str(error)
+    raise ConfigError(f"the tokenizer of {model.name} cannot be sent to other processes ({reason}): leave {option} out")
+
+
 class Fronts:
     """Serves an engine by front processes until a signal arrives.
 
@@ -182,20 +205,7 @@ class Fronts:
         *,
         spans: bool = False,
     ) -> None:
-        model = service.model.without_weights
-        told = FrontSettings(
-            model, service.adapters, service.max_model_len, service.places.most, options, limits, spans
-        )
-        own_code = type(model.tokenizer).__module__.startswith(_MODULES_OF_MODELS)
-        reason = "its code comes with the model" if own_code else ""
-        try:
-            self._told = pickle.dumps(told)
-        except Exception as error:  # noqa: BLE001  # of any kind of tokenizer
-            reason = str(error)
-        if reason:
-            raise ConfigError(
-                f"the tokenizer of {model.name} cannot be sent to front processes ({reason}): leave --front-workers out"
-            )
+        self._told = pickled(settings_of(service, options, limits, spans=spans), service.model, "--front-workers")
         self._service, self._ready, self._grace = service, ready, limits.grace
         self.cut_off = self._waited_for = 0
         self._draining = False

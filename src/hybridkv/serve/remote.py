@@ -35,6 +35,7 @@ from hybridkv.serve.messages import OF_ENGINE, Answer, Ask, Call, Ended, Leave, 
 from hybridkv.serve.server import ConnectionLimits, Server
 
 _FLUSH_S: Final = 1.0
+_OVER: Final = CacheError("the engine's process has ended: restart the server; its log says why")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +52,21 @@ class FrontSettings:
 
 
 class RemoteService:
-    """The Service at the other end of ``link``, with its methods; ``lost`` is called once its process has ended."""
+    """The Service at the other end of ``link``, with its methods.
 
-    def __init__(self, settings: FrontSettings, link: socket.socket, lost: Callable[[], None]) -> None:
+    Once its process has ended, ``lost`` is called, and what is asked raises ``over``.
+    """
+
+    def __init__(
+        self, settings: FrontSettings, link: socket.socket, lost: Callable[[], None], over: Exception = _OVER
+    ) -> None:
         self.model, self.adapters, self.max_model_len = settings.model, settings.adapters, settings.max_model_len
         self.places = Places(settings.most_outputs)  # only ``require``: the Service takes them
-        self._link, self._lost = link, lost
+        self._link, self._lost, self._over = link, lost, over
         self._bodies: dict[int, RemoteOutputs] = {}
         self._calls: dict[int, asyncio.Queue[Any]] = {}
         self._last = 0
-        self._over: CacheError | None = None
+        self._is_over = False
 
     async def __aenter__(self) -> Self:
         reader, self._writer = await asyncio.open_unix_connection(sock=self._link)
@@ -99,7 +105,7 @@ class RemoteService:
 
     async def alive(self) -> bool:
         """Return whether the engine can run requests."""
-        return self._over is None and bool(await self._call("alive"))
+        return not self._is_over and bool(await self._call("alive"))
 
     async def samples(self, over: Callable[[], bool]) -> AsyncGenerator[bytes, None]:
         """Yield samples until ``over`` returns true or the engine ends, as in Service."""
@@ -129,11 +135,11 @@ class RemoteService:
             yield number
         finally:
             del known[number]
-            with suppress(CacheError):
+            if not self._is_over:
                 self._send(Leave(number))
 
     def _send(self, message: Struct) -> None:
-        if self._over is not None:
+        if self._is_over:
             raise self._over
         self._writer.write(framed(message))
 
@@ -147,7 +153,7 @@ class RemoteService:
                 else:
                     self._tell(message.number, message.value if isinstance(message, Answer) else message.error)
         finally:
-            self._over = CacheError("the engine's process has ended: restart the server; its log says why")
+            self._is_over = True
             for number in [*self._bodies, *self._calls]:
                 self._tell(number, self._over)
         self._lost()
@@ -172,7 +178,7 @@ class RemoteOutputs:
     """The outputs of one body of another process. Text is made when a part is read."""
 
     def __init__(self, asked: Asked, model: TextModel) -> None:
-        each = asked.sampling.n
+        self._each = each = asked.sampling.n
         self._outputs = [_Output(asked, asked.prompts[choice // each], model) for choice in range(asked.outputs)]
         self._fresh: dict[int, None] = {}  # the outputs with unread parts, in their order
         self._running = len(self._outputs)
@@ -196,6 +202,10 @@ class RemoteOutputs:
         found = [(choice, self._outputs[choice].take()) for choice in fresh]
         self._running -= sum(new.completion is not None for _, new in found)
         return found
+
+    def has_begun(self, prompt: int) -> bool:
+        """Return whether something came of this prompt."""
+        return self._outputs[prompt * self._each].has_begun
 
     def leave(self) -> None:
         """Stop reading. A waiting ``next`` then returns an empty list."""
@@ -226,10 +236,11 @@ class _Output:
         self._logprobs: list[TokenLogprob] = []
         self._of_prompt: tuple[TokenLogprob, ...] | None = None
         self._read_tokens = self._read_characters = 0
+        self.has_begun = False
 
     def add(self, new: Increment) -> None:
         """Add a new part."""
-        self._last = new
+        self._last, self.has_begun = new, True
         self._tokens += new.token_ids
         self._logprobs += new.logprobs or ()
         if new.prompt_logprobs is not None:  # in the first part alone

@@ -26,6 +26,7 @@ from typing import Any, Final, Protocol
 from hybridkv.arguments import integer
 from hybridkv.cache import BlockRemoved, BlockStored, KVCacheEvent
 from hybridkv.errors import ConfigError
+from hybridkv.observe.block_index import BlockIndex
 from hybridkv.observe.prefixes import ExactEvents, without_resume_points
 from hybridkv.planner import Plan
 from hybridkv.request import Request
@@ -193,8 +194,7 @@ class _EventIndex:
     def __init__(self, delay_s: float) -> None:
         self._delay_s = delay_s
         self._arriving: dict[int, deque[tuple[float, KVCacheEvent]]] = {}
-        self._blocks: dict[int, Counter[tuple[int, bytes]]] = {}
-        self._sizes: dict[int, int] = {}
+        self._indices: dict[int, BlockIndex] = {}
 
     def add(self, at: int, events: Sequence[KVCacheEvent], now_s: float) -> None:
         """Add the events that replica ``at`` published at ``now_s``."""
@@ -202,30 +202,16 @@ class _EventIndex:
 
     def known_tokens(self, request: Request, at: int, now_s: float) -> int:
         """Return the leading tokens of ``request`` that the index has for replica ``at``, in the best of its groups."""
-        arriving, blocks = self._arriving.get(at, deque()), self._blocks.setdefault(at, Counter())
+        arriving, index = self._arriving.get(at, deque()), self._indices.setdefault(at, BlockIndex())
         while arriving and arriving[0][0] <= now_s:
-            self._apply(blocks, arriving.popleft()[1])
-        hash_block = 1 if request.hasher is None else request.hasher.block_size
-        known = 0
-        for group, size in self._sizes.items():
-            hashes_per_block = size // hash_block
-            leading = 0
-            for key in request.hashes[hashes_per_block - 1 :: hashes_per_block]:
-                if not blocks[group, key]:
-                    break
-                leading += 1
-            known = max(known, leading * size)
-        return known
-
-    def _apply(self, blocks: Counter[tuple[int, bytes]], event: KVCacheEvent) -> None:
-        match event:
-            case BlockStored():
-                self._sizes[event.group_idx] = event.block_size
-                blocks.update((event.group_idx, key) for key in event.block_hashes)
-            case BlockRemoved():
-                blocks.subtract((event.group_idx, key) for key in event.block_hashes)
-            case _:
-                blocks.clear()
+            match arriving.popleft()[1]:
+                case BlockStored() as event:
+                    index.store(event.group_idx, event.block_size, event.block_hashes)
+                case BlockRemoved() as event:
+                    index.remove(event.group_idx, event.block_hashes)
+                case _:
+                    index.clear()
+        return index.known_tokens(request.hashes, 1 if request.hasher is None else request.hasher.block_size)
 
 
 MOST_REPLICAS: Final = 1024
