@@ -28,15 +28,20 @@ ENDLESS = {"max_tokens": 480, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    """A server of two replicas with 64 places each."""
+def server() -> Iterator[tuple[int, str]]:
+    """The process of a server of two replicas with 64 places each, and where it serves."""
     with command(*TWO, *FEW, model=SMALL) as (process, line, url):
         assert re.search(r": 2 replicas, each 4 MiB for 512 tokens a request, 64 at once, 1 thread$", line.strip())
-        yield url
+        yield process.pid, url
         process.send_signal(signal.SIGTERM)
         status, out, err = ended(process)
     assert (status, out) == (0, "drained: all requests were answered\n")
     assert not err or re.fullmatch(r"(prefix cache not reset: \d+ blocks are in use\n)+", err)
+
+
+@pytest.fixture
+def url(server: tuple[int, str]) -> str:
+    return server[1]
 
 
 def counts(url: str, name: str) -> dict[str, float]:
@@ -122,7 +127,8 @@ def test_load_is_shared_and_limited_and_clients_that_leave_end_their_requests(ur
         for number in range(8):
             stack.enter_context(streaming(url, prompt=f"{number} goes on", **ENDLESS))
         assert counts(url, "num_requests_running") == {"0": 4, "1": 4}
-        with streaming(url, prompt="many", n=60, **ENDLESS), streaming(url, prompt="others", n=60, **ENDLESS):
+        known = "32 tokens, so two blocks, of one"
+        with streaming(url, prompt=known, n=60, **ENDLESS), streaming(url, prompt=known, n=60, **ENDLESS):
             full = httpx2.post(f"{url}{PATH}", json={"prompt": "no", "max_tokens": 1}, timeout=WAIT)
             assert (full.status_code, full.json()["error"]["code"]) == (429, "queue_full")
             assert full.headers["retry-after"] == "1"
@@ -135,18 +141,31 @@ def test_load_is_shared_and_limited_and_clients_that_leave_end_their_requests(ur
     until(lambda: idle(url))
 
 
-def test_prompts_that_wait_count(url: str) -> None:
-    """Prompts at once, of which nothing is cached yet: neither replica gets all of them."""
-    before = counts(url, "request_prompt_tokens_sum")
+def test_prompts_that_wait_count(server: tuple[int, str]) -> None:
+    """Long and short prompts in turn, for replicas that stand still: neither gets all the long ones."""
+    process, url = server
+    before, replicas = counts(url, "request_prompt_tokens_sum"), children(process)
 
     async def crowd() -> None:
         async with httpx2.AsyncClient(base_url=url, timeout=WAIT) as client:
-            asked = [{"prompt": [number + 7] * 300, "max_tokens": 1} for number in range(12)]
-            await asyncio.gather(*(client.post(PATH, json=one) for one in asked))
+            asking = []
+            for number, tokens in enumerate([400, 20, 400, 20, 400, 20]):
+                body = {"prompt": [number + 7] * tokens, "max_tokens": 1, "ignore_eos": True}
+                asking.append(asyncio.create_task(client.post(PATH, json=body)))
+                await asyncio.sleep(0.2)  # so that they come in this order
+            for one in replicas:
+                os.kill(one, signal.SIGCONT)
+            assert [one.status_code for one in await asyncio.gather(*asking)] == [200] * 6
 
-    asyncio.run(crowd())
+    for one in replicas:
+        os.kill(one, signal.SIGSTOP)
+    try:
+        asyncio.run(crowd())
+    finally:
+        for one in replicas:
+            os.kill(one, signal.SIGCONT)
     now = counts(url, "request_prompt_tokens_sum")
-    assert {one: now[one] - before[one] for one in "01"} == {"0": 1800, "1": 1800}
+    assert sorted(now[one] - before[one] for one in "01") == [440, 820]
 
 
 def test_metrics_of_all_replicas_have_one_head(url: str) -> None:

@@ -259,7 +259,6 @@ class Replicas:
 
     def _lose(self, one: _Replica) -> None:
         """Put another replica in the place of one that has ended."""
-        self._alive.pop(one.place, None)
         if not self._ending:
             restart = asyncio.create_task(self._restart(one))
             self._restarts.add(restart)
