@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +18,7 @@ from hybridkv.planner.natural import natural_config, slab_layout
 from hybridkv.specs import FullAttentionSpec, KVCacheSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 from hybridkv.step import Step, StoreTransfer
 from hybridkv.stores import MemoryStore
+from hybridkv.stores.marks import mark_bytes, tails_of
 from hybridkv.worker import HostTierCopier, PagedStorage
 from hybridkv.worker.ranks import Split, shares_of, splits_of
 from hybridkv.worker.store import StoreForm
@@ -227,6 +231,38 @@ def test_each_byte_is_stored_once_and_all_shares_are_needed(ranks: int) -> None:
         for part, view in zip(pages[name], reader.storage.views[name], strict=True)
     )
     assert store.statistics().stored_bytes == whole
+
+
+class SlowMarks(MemoryStore):
+    """A mark arrives after 0.3 s, or once two callers have asked for it."""
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__(max_bytes)
+        self._both = threading.Barrier(2)
+
+    def get(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[bool]:
+        found = super().get(keys, into)
+        if [*keys] == [b"mark"]:
+            with suppress(threading.BrokenBarrierError):
+                self._both.wait(0.3)
+        return found
+
+
+def test_spills_that_end_in_one_hash_block_are_both_marked() -> None:
+    """Their blocks are written at once; the mark is read and written again by one after the other."""
+    store = SlowMarks(1 << 24)
+    (rank,) = ranks_of(1, store, np.random.default_rng(0))
+    copier = HostTierCopier(PagedStorage(rank.config), rank.config, store=store, hash_block=BLOCK)
+    tails = [np.arange(1, 1 + tokens, dtype=np.int32).tobytes() for tokens in (2, 3)]
+    one = transfer(rank, {name: number for number, name in enumerate(LAYERS)})
+    step = small_step(spills=tuple(replace(one, number=at, mark=b"mark", tail=tail) for at, tail in enumerate(tails)))
+    copier.check(step)
+    copier.begin(step)
+    copier.load(step)
+    copier.close()
+    mark = bytearray(mark_bytes(BLOCK))
+    assert store.get([b"mark"], [memoryview(mark)]) == [True]
+    assert sorted(tails_of(mark, BLOCK)) == sorted(tails)
 
 
 def test_ranks_that_would_divide_a_share_are_named() -> None:

@@ -193,7 +193,7 @@ class StoreCopier:
             self._kinds = np.array(form.kinds)
             self._places = [[_place(pages, share) for share in shares] for shares in form.shares]
         self._marks = any(place.is_own and not place.number for place in self._places[0])  # on one rank of all
-        self._scratch = threading.local()
+        self._scratch, self._marking = threading.local(), threading.Lock()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="hybridkv-store")
         self._running = deque[tuple[int, Future[Ended]]]()
 
@@ -269,7 +269,10 @@ class StoreCopier:
             missing = [of.take([at for at, _ in enumerate(of.keys) if not next(known)]) for of in mine]
             if not all(self._write(batch) for batch in _batches(missing)):
                 return False
-            return not (one.mark and self._marks) or put_mark(self._store, one.mark, one.tail, self._hash_block)
+            if not (one.mark and self._marks):
+                return True
+            with self._marking:  # the prompt and the output of a request often end in one hash block
+                return put_mark(self._store, one.mark, one.tail, self._hash_block)
         except Exception as error:  # noqa: BLE001 - a store that fails takes nothing, and no step ends by it
             logger.warning("the store failed to take transfer %d: %r", one.number, error)
             return False
