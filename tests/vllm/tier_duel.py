@@ -308,6 +308,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for match in (match for match in MODELS if match.name in asked.models):
         every = match.name in IN_EVERY_REGIME
         chosen = [one for one in REGIMES if (one.name in asked.regimes if asked.regimes else every or one.everywhere)]
+        if match.name in WITH_STATES:  # stock itself ends with an error: it copies their states in Triton, not on CPUs
+            chosen = [one for one in chosen if one.options is not DRAFTS]
         wrong += compare(match, chosen, faults=every and not asked.no_faults)
     return int(wrong > 0)
 
