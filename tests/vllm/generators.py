@@ -97,6 +97,19 @@ def job_of(model: Path, rounds: Sequence[Round], options: Mapping[str, Any], **m
     return {"model": str(model), "rounds": prompts, "output": OUTPUT, "options": dict(options), **more}
 
 
+def several(one: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
+    """The connector ``one`` in vLLM's MultiConnector, next to an onlooker, and to one that stores in ``folder``."""
+    onlooker = {"kv_connector": "Onlooker", "kv_connector_module_path": "nixl_variants", "kv_role": "kv_both"}
+    stores = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": str(folder)},
+    }
+    children = [one, onlooker, *([] if folder is None else [stores])]
+    shared = {name: value for name, value in one.items() if name in {"kv_role", "kv_load_failure_policy"}}
+    return {"kv_connector": "MultiConnector", **shared, "kv_connector_extra_config": {"connectors": children}}
+
+
 def answers_of(asked: Mapping[str, Any], folder: Path, script: Path | None = None) -> Any:  # noqa: ANN401 - JSON
     """What ``script``, which runs vLLM in a process of its own, makes of ``asked``. Files are left in ``folder``.
 

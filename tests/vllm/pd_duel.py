@@ -21,7 +21,7 @@ from typing import Any, Self
 import torch
 from generate_duel import MATCHES, Match, say
 from generation import Answer, Comparison, Round, make_rounds
-from generators import ENGINE, OUTPUT, Plain, VllmError, answers_of, job_of, last_error
+from generators import ENGINE, OUTPUT, Plain, VllmError, answers_of, job_of, last_error, several
 from pd_served import FIRST, SIDE_CHANNEL, connector, require_nixl
 from served import free_port
 
@@ -206,19 +206,6 @@ def options_of(model: Path, match: Match, side: str, regime: Regime, *, first: b
     if regime.ahead and natural:
         ahead["scheduler_cls"] = "hybridkv.vllm.AsyncNaturalScheduler"
     return {**options, **match.options, **asked, **little, **SIDES[side], **ahead, "kv_transfer_config": transfer}
-
-
-def several(one: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
-    """The connector ``one`` in vLLM's MultiConnector, next to an onlooker, and to one that stores in ``folder``."""
-    onlooker = {"kv_connector": "Onlooker", "kv_connector_module_path": "nixl_variants", "kv_role": "kv_both"}
-    stores = {
-        "kv_connector": "ExampleConnector",
-        "kv_role": "kv_producer",
-        "kv_connector_extra_config": {"shared_storage_path": str(folder)},
-    }
-    children = [one, onlooker, *([] if folder is None else [stores])]
-    shared = {name: value for name, value in one.items() if name in {"kv_role", "kv_load_failure_policy"}}
-    return {"kv_connector": "MultiConnector", **shared, "kv_connector_extra_config": {"connectors": children}}
 
 
 def pair(model: Path, match: Match, rounds: Sequence[Round], regime: Regime, side: str) -> Pair:

@@ -21,7 +21,7 @@ import torch
 from engine_duel import ASYNC, MODELS, SYNC
 from generate_duel import Match, say
 from generation import Round, make_rounds
-from generators import Plain, VllmError, answers_of, job_of
+from generators import Plain, VllmError, answers_of, job_of, several
 from natural_duel import OURS as NATURAL
 
 from hybridkv.runner import tiny_model, wrap
@@ -53,7 +53,7 @@ class Regime:
 
     second: a second process is compared, with the disk or store of the first. salts: rounds of two tenants. loads:
     whether anything is loaded, None for either. scheduler: ours, or stock's. natural: the natural layout, also
-    with much memory. The others: as in engine_duel.
+    with much memory. several: in MultiConnector, beside a connector that loads nothing. The others: as in engine_duel.
     """
 
     name: str
@@ -65,6 +65,7 @@ class Regime:
     loads: bool | None = True
     scheduler: str | None = None
     natural: bool = False
+    several: bool = False
     ahead: bool = False
     abort: int = 0
     priorities: bool = False
@@ -96,6 +97,8 @@ REGIMES = (
     Regime("natural, little host memory", tiers={"host_memory": "1MiB"}, natural=True, loads=None),
     Regime("natural, shared store, second process", tiers={"store": STORE}, natural=True, second=True, everywhere=True),
     Regime("natural, two tenants", salts=True, natural=True),
+    Regime("in MultiConnector", several=True),
+    Regime("natural, in MultiConnector", natural=True, several=True),
     Regime("natural, two ranks", RANKS, natural=True),
     Regime("natural, two ranks, second process", RANKS, tiers={"store": STORE}, natural=True, second=True),
 )
@@ -137,6 +140,8 @@ def run(
             # a store that loses blocks needs no policy; a device that fails does
             "kv_load_failure_policy": "recompute" if "loads fail" in regime.disturbs or fault else "fail",
         }
+        if regime.several:
+            options["kv_transfer_config"] = several(options["kv_transfer_config"], None)
         told |= {"ahead": regime.ahead, "abort": regime.abort, "priorities": regime.priorities}
         told |= {"connector_faults": [*regime.disturbs, *([fault] if fault else [])]}
     asked = job_of(folder / "model", rounds, options, scheduler=scheduler, **told)

@@ -81,8 +81,7 @@ class Watched:
 
         def failed(output: Any) -> None:  # noqa: ANN401 - vLLM's
             self.failed += len(output.failed_recving or ())
-            if output.kv_connector_stats is not None:
-                self.counts.update(output.kv_connector_stats.data)
+            self.counts.update(counts_of(output.kv_connector_stats))
             heard(output)
 
         connector.update_connector_output = failed
@@ -90,7 +89,7 @@ class Watched:
 
         def of_scheduler() -> Any:  # noqa: ANN401 - vLLM's
             stats = counts()
-            self.counts.update({} if stats is None else stats.data)
+            self.counts.update(counts_of(stats))
             return stats
 
         connector.get_kv_connector_stats = of_scheduler
@@ -152,6 +151,13 @@ class Watched:
             "manager": name,
             "in_flight": 0 if queue is None else queue.longest,
         }
+
+
+def counts_of(stats: Any) -> dict[str, float]:  # noqa: ANN401 - vLLM's, None for no counts
+    """Counts of a connector, or of those in a MultiConnector, which have each their own."""
+    if stats is None:
+        return {}
+    return {name: n for key, one in stats.data.items() for name, n in getattr(one, "data", {key: one}).items()}
 
 
 def prepare(job: dict[str, Any]) -> None:

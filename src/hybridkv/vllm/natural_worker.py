@@ -27,7 +27,7 @@ from hybridkv.vllm.natural_config import natural_config, stage_names
 from hybridkv.vllm.specs import choose_runner, layer_specs
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from hybridkv.planner import KVCacheConfig as OurConfig
     from hybridkv.vllm.natural import Int32
@@ -120,13 +120,14 @@ class NaturalLayout:
         arena = self._arena
         if arena is None:
             raise ConfigError("the first step, which has the cache's layout, did not arrive: restart the engine")
-        tier = getattr(get_kv_transfer_group(), "natural", None) if has_kv_transfer_group() else None
-        if tier is not None:
-            tier.begin(scheduler_output.kv_connector_metadata, arena)
+        connector = get_kv_transfer_group() if has_kv_transfer_group() else None
+        tiers = tuple(_tiers_in(connector, scheduler_output.kv_connector_metadata)) if connector is not None else ()
+        for tier, work in tiers:
+            tier.begin(work, arena)
         arena.copy(step.moves)
         arena.zero(step.zero)
         arena.copy(step.copies)
-        if tier is not None:
+        for tier, _ in tiers:
             tier.load()
         self._rewrite(step.cells)
         output = super().execute_model(scheduler_output)  # type: ignore[misc] # as above
@@ -158,6 +159,16 @@ class NaturalLayout:
             row = runner.input_batch.req_id_to_index.get(cell.request_id)
             if row is not None:
                 runner.input_batch.block_table[cell.group].block_table.np[row, cell.column] = cell.block
+
+
+def _tiers_in(connector: Any, work: Any) -> Iterator[tuple[Any, Any]]:  # noqa: ANN401 - vLLM's
+    """Yield each worker of a tier in ``connector`` and its part of ``work``. A MultiConnector nests both alike."""
+    inside = getattr(connector, "sub_connectors", None)
+    if inside is not None:
+        for one, part in zip(inside, work.metadata, strict=True):
+            yield from _tiers_in(one, part)
+    elif getattr(connector, "natural", None) is not None:
+        yield connector.natural, work
 
 
 def _takes(backend: Any, spec: Any) -> bool:  # noqa: ANN401 - vLLM's

@@ -38,6 +38,7 @@ from hybridkv.vllm.natural_config import natural_config
 from hybridkv.vllm.specs import (
     Settings,
     choose_runner,
+    connectors_in,
     hit_unit_of,
     layer_specs,
     refuse,
@@ -181,7 +182,7 @@ class NaturalScheduler(Scheduler):
         )
         laid_out = natural_config(dict(layer_specs(config)), made.config)
         laid_out.kv_cache_layout = config.kv_cache_layout
-        tiered = hasattr(self.connector, "start_natural")
+        tiered = any(hasattr(one, "start_natural") for one in connectors_in(self.connector))
         cache = natural_cache(made, options, settings, tiered=tiered)
         events = EventConverter(laid_out, cache, options.kv_events)
         manager = self.kv_cache_manager = CacheManager(cache, laid_out, settings, events)
@@ -195,8 +196,9 @@ class NaturalScheduler(Scheduler):
                 config=self.vllm_config, role=KVConnectorRole.SCHEDULER, kv_cache_config=laid_out
             )
             self.connector.bind_kv_cache_manager(manager)
-            if tiered:
-                self.connector.start_natural(manager, made)
+            for one in connectors_in(self.connector):
+                if hasattr(one, "start_natural"):
+                    one.start_natural(manager, made)
             self.block_size = 1  # hits end at any token, so none is cut to a block for a connector that has more
 
     def complete(self, output: Any) -> None:  # noqa: ANN401 - vLLM's

@@ -343,12 +343,8 @@ def _not_natural(started: Any, config: Config, connector: Any) -> Iterator[str]:
                 "connectors read one number of blocks for all layers, and here each layer has its own; for NIXL, take "
                 "NaturalNixlConnector (kv_connector_module_path hybridkv.vllm.nixl)"
             )
-        if one is not connector and hasattr(one, "start_natural"):
-            yield (
-                f"does not support {type(one).__name__} inside {type(connector).__name__}, because the worker runs its "
-                "transfers around each step's block operations: make it the only connector, or take --scheduler-cls "
-                "hybridkv.vllm.Scheduler"
-            )
+    if sum(hasattr(one, "start_natural") for one in connectors_in(connector)) > 1:
+        yield "has one host memory, and several TierConnectors each want their own: leave all but one out"
     given = {
         "ec_transfer_config, connectors of encoders": started.ec_transfer_config,
         "models with an encoder and a decoder": started.model_config.is_encoder_decoder,

@@ -418,9 +418,10 @@ def test_vllm_natural_connector_without_layout_support_is_rejected() -> None:
         with pytest.raises(ConfigError, match="connector object, whose class does not say supports_natural_layout"):
             refuse_natural(started(), config(LARGE, HYBRID), rejected)
     tiered = SimpleNamespace(supports_natural_layout=True, start_natural=None)
-    refuse_natural(started(), config(LARGE, HYBRID), tiered)
-    with pytest.raises(ConfigError, match="inside SimpleNamespace, because the worker runs its transfers around"):
-        refuse_natural(started(), config(LARGE, HYBRID), SimpleNamespace(sub_connectors=[supported, tiered]))
+    for accepted in (tiered, SimpleNamespace(sub_connectors=[supported, tiered])):
+        refuse_natural(started(), config(LARGE, HYBRID), accepted)
+    with pytest.raises(ConfigError, match="several TierConnectors each want their own: leave all but one out"):
+        refuse_natural(started(), config(LARGE, HYBRID), SimpleNamespace(sub_connectors=[tiered, tiered]))
 
 
 def test_vllm_natural_supported_vllm_settings_are_accepted() -> None:

@@ -7,7 +7,7 @@ import importlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
@@ -307,9 +307,23 @@ def test_natural_arena_copies_and_clears_blocks_of_each_class(mixed: type[Any]) 
     assert storage[::256].tolist() == [0, 1, 0, 0, 2, 2, 0, 7]
 
 
+def alone(connector: object, work: str) -> tuple[object, str]:
+    return connector, work
+
+
+def combined(connector: object, work: object) -> tuple[object, SimpleNamespace]:
+    """In vLLM's MultiConnector, after a connector without tiers; their metadata stand side by side."""
+    return SimpleNamespace(sub_connectors=[object(), connector]), SimpleNamespace(metadata=("another's", work))
+
+
+def nested(connector: object, work: str) -> tuple[object, SimpleNamespace]:
+    return combined(*combined(connector, work))
+
+
 @pytest.mark.parametrize("natural", [True, False])
+@pytest.mark.parametrize("given", [alone, combined, nested])
 def test_natural_worker_runs_transfers_around_its_block_operations(
-    mixed: type[Any], monkeypatch: pytest.MonkeyPatch, *, natural: bool
+    mixed: type[Any], monkeypatch: pytest.MonkeyPatch, given: Callable[..., Any], *, natural: bool
 ) -> None:
     """A store reads blocks before they move, and a load writes blocks that were cleared."""
     worker = begun(mixed)
@@ -322,14 +336,15 @@ def test_natural_worker_runs_transfers_around_its_block_operations(
     tier = SimpleNamespace(
         begin=lambda work, arena: see(f"begin {work} {arena is worker._arena}"), load=lambda: see("load")
     )
-    monkeypatch.setattr(sys.modules[__name__], "CONNECTORS", [SimpleNamespace(natural=tier if natural else None)])
+    connector, work = given(SimpleNamespace(natural=tier if natural else None), "first")
+    monkeypatch.setattr(sys.modules[__name__], "CONNECTORS", [connector])
     first = output(replace_config(STEP))
-    first.kv_connector_metadata = "first"
+    first.kv_connector_metadata = work
     worker.execute_model(first)
     worker._arena._blocks[0][2:5] = torch.tensor([[7], [8], [9]], dtype=torch.uint8)
     of_class = np.array([[0, 2, 3]], np.int32)
     step = output(STEP._replace(moves=of_class, zero=np.array([[0, 2]], np.int32)))
-    step.kv_connector_metadata = "second"
+    step.kv_connector_metadata = given(None, "second")[1]
     seen.clear()
     calls = len(worker.calls)
     worker.execute_model(step)
