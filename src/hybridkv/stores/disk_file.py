@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hybridkv.errors import ConfigError
 from hybridkv.stores.disk_slots import (
@@ -46,6 +47,9 @@ _HEAD: Final = struct.Struct("<8sIIQQIH256s")
 
 _RECORD: Final = struct.Struct("<IIHHIQ16s64s16x")
 """Slab, slot, size, length of the key, length of the block, sequence, checksum, key; then 8 bytes of checksum."""
+
+_SEQUENCE: Final = 2
+"""The place of the sequence among the words of 8 bytes of a record."""
 
 _ORDER: Final = struct.Struct("<QQQ")
 """Checksum, last sequence, and number of (slab, slot) that follow."""
@@ -88,12 +92,13 @@ class SlabContent(NamedTuple):
 
 
 class BlocksFile:
-    """The open and locked file of a store. Reads and writes of blocks are thread safe, the others are not.
+    """The open file of a store, locked if it is written. Reads and writes of blocks are thread safe, the rest is not.
 
     Args:
         folder: The folder of the file, made if it is missing.
         geometry: Sizes and offsets.
         identity: At most 256 bytes. A file of another identity is rejected.
+        writes: Otherwise the file must exist, and another process may write it.
 
     Attributes:
         path: The file.
@@ -103,20 +108,21 @@ class BlocksFile:
             read; or the package xxhash is missing.
     """
 
-    def __init__(self, folder: Path, geometry: Geometry, identity: bytes) -> None:
+    def __init__(self, folder: Path, geometry: Geometry, identity: bytes, *, writes: bool = True) -> None:
         self.path = folder / "blocks"
         self._geometry = geometry
         self._seed = 0
         self._file = self._lock = -1
         self.checksum, self._record_checksum = _checksums()
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = _locked(folder)
-            if not self.path.exists():
-                self._create(identity)
-            self._file = os.open(self.path, os.O_RDWR)
+            if writes:
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._lock = _locked(folder)
+                if not self.path.exists():
+                    self._create(identity)
+            self._file = os.open(self.path, os.O_RDWR if writes else os.O_RDONLY)
             self._seed = self._check_head(os.pread(self._file, PAGE, 0), identity)
-            if os.fstat(self._file).st_size < geometry.file_bytes:  # cut off: what it lost reads as zeros
+            if writes and os.fstat(self._file).st_size < geometry.file_bytes:  # cut off: what it lost reads as zeros
                 _reserve(self._file, geometry.file_bytes)
         except OSError as error:
             self.close()
@@ -333,6 +339,28 @@ class BlocksFile:
         is_used = np.frombuffer(content, np.uint8).reshape(slots, RECORD_BYTES).any(axis=1)
         for slot in np.flatnonzero(is_used).tolist():
             yield slot, self._entry(content[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES], slab, slot)
+
+    def changes(self, seen: dict[int, NDArray[np.uint64]]) -> Iterator[tuple[int, int, Entry | None]]:
+        """Yield slab, slot and block of each record that another process changed; ``None`` for no block. O(slots).
+
+        Args:
+            seen: The sequence of each record by slab, which this call updates; empty at first.
+        """
+        table = np.frombuffer(self._content(PAGE, TABLE_ENTRY_BYTES * self._geometry.num_slabs), "<u4")[::2]
+        for slab in np.flatnonzero(table < len(self._geometry.sizes)).tolist():
+            slots = self._geometry.num_slots[table[slab]]
+            content = self._content(self._geometry.record_offset(Place(0, slab, 0)), slots * RECORD_BYTES)
+            now = np.frombuffer(content, "<u8").reshape(slots, -1)[:, _SEQUENCE].copy()
+            before = seen.get(slab, now[:0])
+            if len(before) != slots:  # the slab has another size than before
+                yield from ((slab, slot, None) for slot in range(len(before)))
+                before = np.zeros_like(now)
+            for slot in np.flatnonzero(now != before).tolist():
+                entry = self._entry(content[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES], slab, slot)
+                if entry is None:
+                    now[slot] = 0  # void, or half written: then it is read again
+                yield slab, slot, entry
+            seen[slab] = now
 
     def _content(self, offset: int, count: int) -> bytes:
         """Return ``count`` bytes of the file; zeros if they cannot be read."""
