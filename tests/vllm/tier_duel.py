@@ -96,11 +96,13 @@ REGIMES = (
     Regime("natural, aborts", abort=2, natural=True),
     Regime("natural, little host memory", tiers={"host_memory": "1MiB"}, natural=True, loads=None),
     Regime("natural, shared store, second process", tiers={"store": STORE}, natural=True, second=True, everywhere=True),
+    Regime("natural, disk, second process", tiers={"disk_memory": "64MiB"}, natural=True, second=True, everywhere=True),
     Regime("natural, two tenants", salts=True, natural=True),
     Regime("in MultiConnector", several=True),
     Regime("natural, in MultiConnector", natural=True, several=True),
     Regime("natural, two ranks", RANKS, natural=True),
     Regime("natural, two ranks, second process", RANKS, tiers={"store": STORE}, natural=True, second=True),
+    Regime("natural, two ranks, disk", RANKS, tiers={"disk_memory": "64MiB"}, natural=True, second=True),
 )
 
 
@@ -194,7 +196,7 @@ def loaded_tokens(answers: Any) -> int:  # noqa: ANN401 - as above
 def beyond(answers: Any) -> float:  # noqa: ANN401 - as above
     """Blocks that came from a disk or store; in the natural layout prefixes."""
     counts: dict[str, float] = answers["counts"]
-    return sum(counts.get(name, 0) for name in ("disk_found_blocks", "store_found_blocks", "store_loads"))
+    return sum(counts.get(name, 0) for name in ("disk_found_blocks", "store_found_blocks", "store_loads", "disk_loads"))
 
 
 def hits(answers: Any) -> int:  # noqa: ANN401 - as above

@@ -28,12 +28,14 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 import vllm
 from hybridkv.planner import Plan
+from hybridkv.stores import DiskStore
+from hybridkv.stores.disk_view import DiskView
 from hybridkv.stores.prefetch import PrefixRules
 from hybridkv.vllm.manager import CacheManager
-from hybridkv.vllm.natural_tier import NaturalTierRequests, NaturalTierWorker, NaturalWork, host_tier
+from hybridkv.vllm.natural_tier import NaturalTierRequests, NaturalTierWorker, NaturalWork, Open, host_tier
 from hybridkv.vllm.scheduler import require_version
 from hybridkv.vllm.specs import WORKER
-from hybridkv.vllm.tier_options import TierOptions, identity_of, needs_of, refuse_tiers
+from hybridkv.vllm.tier_options import TierOptions, folder_of, identity_of, needs_of, refuse_tiers
 from hybridkv.vllm.tier_requests import TierRequests, TierWork
 from hybridkv.vllm.tier_worker import TierWorker
 
@@ -157,7 +159,8 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # as
         self._requests: Any = None  # of the natural layout: from start_natural on
         self.natural: NaturalTierWorker | None = None
         if vllm_config.parallel_config.worker_cls == WORKER:
-            self.natural = NaturalTierWorker(self._options.store, vllm_config.parallel_config.rank)
+            rank = vllm_config.parallel_config.rank
+            self.natural = NaturalTierWorker(self._behind(DiskStore, rank), rank)
             return
         self._rules = PrefixRules(
             needs_of(kv_cache_config), *resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
@@ -178,8 +181,20 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # as
         options, cache = self._options, manager.cache
         said = [cache.config.block_bytes_of(group) for group in range(len(cache.groups))]
         identity = identity_of(self._vllm_config, self._kv_cache_config, said, _VERSIONS)
-        manager.tier = host_tier(cache, made, options.host_bytes, options.store, identity)
-        self._requests = NaturalTierRequests(manager, manager.tier, self._ranks)
+        manager.tier = host_tier(cache, made, options.host_bytes, self._behind(DiskView, 0), identity)
+        behind = "store" if options.disk is None else "disk"
+        self._requests = NaturalTierRequests(manager, manager.tier, self._ranks, identity, behind)
+
+    def _behind(self, disk: type[DiskStore | DiskView], rank: int) -> Open | None:
+        """Return how to open the store behind the host in the natural layout; ``None`` without one.
+
+        ``disk``: what opens the folder of ``rank``.
+        """
+        options = self._options
+        if options.disk is not None:
+            folder = folder_of(self._vllm_config.parallel_config, rank)
+            return partial(disk, options.disk / folder, options.disk_bytes)
+        return None if options.store is None else options.store.open
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -267,8 +282,7 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # as
             return
         started, config = self._vllm_config, self._kv_cache_config
         identity = identity_of(started, config, self._rules, _VERSIONS)
-        parallel = started.parallel_config
-        folder = f"replica-{parallel.data_parallel_rank}-rank-{parallel.rank}"
+        folder = folder_of(started.parallel_config, started.parallel_config.rank)
         self._worker = TierWorker(
             config,
             kv_caches,

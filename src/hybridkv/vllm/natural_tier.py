@@ -1,6 +1,6 @@
 """TierConnector in the natural layout: a host tier behind hybridkv's manager, on both sides of vLLM.
 
-    scheduler   HostTier: a request waits until its prefix has come up, and is then an ordinary hit
+    scheduler   HostTier: a request waits until its prefix has come up, and is then an ordinary hit; reads rank 0's disk
     workers     HostTierCopier: the transfers of a step, around its block operations
 
     stores, copies on the host | moves, zero, copies | loads | vLLM's forward | keep      answers with the step's output
@@ -10,7 +10,7 @@ The classes have the methods of TierRequests and TierWorker.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,13 +22,18 @@ from hybridkv.cache import CacheOptions, KVCacheManager, Medium
 from hybridkv.errors import ConfigError
 from hybridkv.planner import KVCacheConfig, Plan, tier_plan
 from hybridkv.step import Cells, Csr, Step
-from hybridkv.stores import SharedStore, StoreUrl
+from hybridkv.stores import BlockStore
+from hybridkv.stores.marks import mark_bytes
+from hybridkv.stores.store import pieces_of
 from hybridkv.tiers import HostTier, Prefixes, StoreLookups, parts_of
 from hybridkv.vllm.manager import CacheManager
 from hybridkv.worker.tier import DeviceMemory, HostTierCopier
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+Open = Callable[[bytes, Sequence[int]], BlockStore]
+"""Opens a store, given the identity of its blocks and their sizes."""
 
 _NONE: Final = np.empty(0, np.int32)
 _COUNTS: Final = (
@@ -45,15 +50,23 @@ class NaturalWork:
         step: Its transfers; a Step without rows.
         host: Config of the host's blocks in the first step, when workers allocate them; else ``None``.
         hash_block: Tokens of a hash block, for marks in a store.
+        identity: Of the blocks in a store.
     """
 
     step: Step
     host: KVCacheConfig | None
     hash_block: int
+    identity: bytes
+
+
+def _sizes(config: KVCacheConfig, hash_block: int) -> list[int]:
+    """Return the sizes of blocks and marks in a store."""
+    pieces = {piece for group in range(len(config.groups)) for piece in pieces_of(config.block_bytes_of(group))}
+    return sorted({*pieces, mark_bytes(hash_block)})
 
 
 def host_tier(
-    device: KVCacheManager, made: Plan, host_bytes: int, store: StoreUrl | None = None, identity: bytes = b""
+    device: KVCacheManager, made: Plan, host_bytes: int, opened: Open | None = None, identity: bytes = b""
 ) -> HostTier:
     """Return a host tier behind a cache.
 
@@ -61,7 +74,7 @@ def host_tier(
         device: The cache, which logs resume points.
         made: Its plan.
         host_bytes: Bytes of host memory of each rank.
-        store: A store behind it, in which the first rank's blocks are looked up; ``None`` without one.
+        opened: Opens the store behind it to look up the first rank's blocks; ``None`` without one.
         identity: With a store, 16 bytes that differ wherever a block's bytes would mean something else.
 
     Raises:
@@ -73,11 +86,11 @@ def host_tier(
     events = device.block_pool.journal.reports_events
     held = tier_plan(made, host_bytes)
     host = KVCacheManager(held, hasher=device.hasher, enable_kv_cache_events=events, options=options)
-    if store is None or device.hasher is None:
+    if opened is None or device.hasher is None:
         return HostTier(device, host)
-    prefixes = Prefixes(parts_of(host), identity, device.hasher.block_size)
-    threads = ThreadPoolExecutor(1, "hybridkv-lookup")
-    return HostTier(device, host, lookups=StoreLookups(store.open(identity, ()), prefixes, threads))
+    hash_block = device.hasher.block_size
+    store, prefixes = opened(identity, _sizes(host.config, hash_block)), Prefixes(parts_of(host), identity, hash_block)
+    return HostTier(device, host, lookups=StoreLookups(store, prefixes, ThreadPoolExecutor(1, "hybridkv-lookup")))
 
 
 class NaturalTierRequests:
@@ -87,10 +100,15 @@ class NaturalTierRequests:
         manager: The manager with the tier.
         tier: The tier.
         ranks: Number of workers.
+        identity: Of the blocks in a store.
+        behind: What lies behind the host: ``store`` or ``disk``.
     """
 
-    def __init__(self, manager: CacheManager, tier: HostTier, ranks: int) -> None:
+    def __init__(
+        self, manager: CacheManager, tier: HostTier, ranks: int, identity: bytes = b"", behind: str = "store"
+    ) -> None:
         self._manager, self._tier, self._ranks = manager, tier, ranks
+        self._identity, self._behind = identity, behind
         self._host: KVCacheConfig | None = tier.host.config
         self._number = 0
         self._answers = dict[int, list[int]]()
@@ -192,12 +210,12 @@ class NaturalTierRequests:
         self._number += 1
         host, self._host = self._host, None
         hasher = self._tier.host.hasher
-        return NaturalWork(step, host, 1 if hasher is None else hasher.block_size)
+        return NaturalWork(step, host, 1 if hasher is None else hasher.block_size, self._identity)
 
     def take_counts(self) -> dict[str, float]:
-        """Return what changed since the last call, as ``host_loaded_tokens`` or ``store_loaded_bytes``."""
+        """Return what changed since the last call, as ``host_loaded_tokens`` or ``disk_loaded_bytes``."""
         found = self._tier.statistics()
-        tiers = {"host": found.of_host, "store": found.of_store}
+        tiers = {"host": found.of_host, self._behind: found.of_store}
         now: dict[str, int] = {f"{of}_{name}": getattr(one, name) for of, one in tiers.items() for name in _COUNTS}
         before, self._counted = self._counted, now
         return {name: more for name, count in now.items() if (more := count - before.get(name, 0))}
@@ -207,13 +225,13 @@ class NaturalTierWorker:
     """Carries out NaturalWork. The worker of the natural layout calls ``begin`` and ``load``.
 
     Args:
-        store: The store behind host memory; ``None`` without one.
+        opened: Opens the store behind host memory; ``None`` without one.
         rank: Number of this worker.
     """
 
-    def __init__(self, store: StoreUrl | None = None, rank: int = 0) -> None:
-        self._url, self._rank = store, rank
-        self._store: SharedStore | None = None
+    def __init__(self, opened: Open | None = None, rank: int = 0) -> None:
+        self._opened, self._rank = opened, rank
+        self._store: BlockStore | None = None
         self._copier: HostTierCopier | None = None
         self._step: Step | None = None
 
@@ -225,10 +243,11 @@ class NaturalTierWorker:
             arena: The memory of the device.
 
         Raises:
-            ConfigError: The host lacks memory, or the first step did not arrive.
+            ConfigError: The host lacks memory, the store cannot be opened, or the first step did not arrive.
         """
         if work.host is not None:
-            self._store = None if self._url is None else self._url.open(b"", ())
+            if self._opened is not None:
+                self._store = self._opened(work.identity, _sizes(work.host, work.hash_block))
             self._copier = HostTierCopier(arena, work.host, store=self._store, hash_block=work.hash_block)
         if self._copier is None:
             raise ConfigError("the first step, which has the layout of host memory, did not arrive: restart the engine")

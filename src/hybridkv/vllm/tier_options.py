@@ -102,6 +102,16 @@ class TierOptions:
         return StoreStack(stores)
 
 
+def folder_of(parallel: Any, rank: int) -> str:  # noqa: ANN401 - vLLM's ParallelConfig
+    """Return the name of a rank's folder on the disk.
+
+    Args:
+        parallel: vLLM's config of the replica.
+        rank: Number of the rank.
+    """
+    return f"replica-{parallel.data_parallel_rank}-rank-{rank}"
+
+
 def needs_of(config: Config) -> tuple[GroupNeeds, ...]:
     """Return what each group needs of a prefix.
 
@@ -168,8 +178,8 @@ def refuse_tiers(started: Any, config: Config, options: TierOptions) -> None:  #
     if started.kv_transfer_config.kv_role != "kv_both":
         raise ConfigError('TierConnector stores and loads: set "kv_role": "kv_both"')
     natural = started.parallel_config.worker_cls == WORKER
-    if natural and options.disk is not None:
-        raise ConfigError("TierConnector has no disk in the natural layout: set store to file:///folder instead")
+    if natural and options.disk is not None and options.store is not None:
+        raise ConfigError("TierConnector takes a disk or a store in the natural layout, not both: leave one out")
     for why in () if natural else _unsupported(started, config, options):
         raise ConfigError(f"TierConnector {why}")
 

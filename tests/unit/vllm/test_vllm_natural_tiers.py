@@ -1,6 +1,7 @@
 """TierConnector in the natural layout without vLLM: an engine in its manner with host memory; both sides alone."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +15,17 @@ from engine_groups import SIZE, Asked, Sampling
 from hybridkv.cache import AllBlocksCleared, BlockStored
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.step import NO_TIER_COPIES, Step, StoreTransfer, TierCopies
-from hybridkv.stores import StoreUrl
+from hybridkv.stores import DiskStore, StoreUrl
+from hybridkv.stores.disk_view import DiskView
+from hybridkv.stores.marks import put_mark
 from hybridkv.vllm.natural import Options
-from hybridkv.vllm.natural_tier import NaturalTierRequests, NaturalTierWorker, host_tier
+from hybridkv.vllm.natural_tier import NaturalTierRequests, NaturalTierWorker, Open, _sizes, host_tier
 from natural_engine import Engine
 from natural_host import Host
 
 HOST = 2 << 20
+IDENTITY = bytes(16)
+DISK = 32 << 20
 
 
 def tiered(
@@ -31,11 +36,12 @@ def tiered(
     ranks: int = 1,
     *,
     events: bool = False,
-    store: StoreUrl | None = None,
+    store: Open | None = None,
+    behind: str = "store",
 ) -> NaturalTierRequests:
     made, manager = planned(memory, specs, options, events=events, tiered=True)
-    manager.tier = host_tier(manager.cache, made, host_bytes, store, bytes(16))
-    return NaturalTierRequests(manager, manager.tier, ranks)
+    manager.tier = host_tier(manager.cache, made, host_bytes, store, IDENTITY)
+    return NaturalTierRequests(manager, manager.tier, ranks, IDENTITY, behind)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -187,8 +193,18 @@ def test_worker_without_the_first_step_says_so() -> None:
         NaturalTierWorker().begin(second, SimpleNamespace())
 
 
-def test_workers_of_two_processes_share_a_store_each_with_its_rank(tmp_path: Path) -> None:
-    url, requests = StoreUrl(f"file://{tmp_path}"), tiered()
+def of_store(folder: Path, rank: int) -> Open:
+    del rank
+    return StoreUrl(f"file://{folder}").open
+
+
+def of_disk(folder: Path, rank: int) -> Open:
+    return partial(DiskStore, folder / str(rank), DISK)
+
+
+@pytest.mark.parametrize("opener", [of_store, of_disk])
+def test_workers_of_two_processes_share_a_store_each_with_its_rank(tmp_path: Path, opener: Any) -> None:  # noqa: ANN401 - of both
+    requests = tiered()
     ours = requests._manager.cache.config
     size, block = ours.block_bytes_of(0), ours.null_blocks_of(0) + 1
     keys = (b"%061d" % 0,)
@@ -208,7 +224,7 @@ def test_workers_of_two_processes_share_a_store_each_with_its_rank(tmp_path: Pat
 
     first = work_of(requests, 0)
     for rank, content in enumerate((5, 6)):
-        worker = NaturalTierWorker(url, rank)
+        worker = NaturalTierWorker(opener(tmp_path, rank), rank)
         arena = torch.full((ours.arena_bytes,), content, dtype=torch.uint8)
         device = SimpleNamespace(config=ours, arena=arena)
         do(worker, device, first, stores=copy(0, 0, block, block))
@@ -216,7 +232,7 @@ def test_workers_of_two_processes_share_a_store_each_with_its_rank(tmp_path: Pat
         worker.close()
     assert [one.get(1) for one in arrived] == [None, 1, None, 1]
     for rank, kept in ((0, 5), (1, 6), (2, None)):
-        worker = NaturalTierWorker(url, rank)
+        worker = NaturalTierWorker(opener(tmp_path, rank), rank)
         arena = torch.zeros(ours.arena_bytes, dtype=torch.uint8)
         device = SimpleNamespace(config=ours, arena=arena)
         do(worker, device, first, fetches=(replace(transfer, mark=b""),))
@@ -225,14 +241,14 @@ def test_workers_of_two_processes_share_a_store_each_with_its_rank(tmp_path: Pat
             do(worker, device, replace(work_of(requests, 0), host=None), loads=copy(2, 0, block, block))
             assert arena[block * size : (block + 1) * size].tolist() == [kept] * size
         worker.close()
-    store = url.open(b"", ())
+    store = opener(tmp_path, 0)(IDENTITY, _sizes(first.host, first.hash_block))
     assert store.exists([b"%049d" % 0]) == [True], "of the first rank"
     store.close()
 
 
 @pytest.mark.parametrize("in_memory", [False, True])
 def test_host_tier_looks_into_its_store(tmp_path: Path, *, in_memory: bool) -> None:
-    requests = tiered(store=StoreUrl(f"file://{tmp_path}"))
+    requests = tiered(store=StoreUrl(f"file://{tmp_path}").open)
     assert requests._tier.has_store
     engine = Engine(requests._manager, host=Host(requests))
     asked = engine.add("a", [*range(1, 40)], 8)
@@ -246,3 +262,62 @@ def test_host_tier_looks_into_its_store(tmp_path: Path, *, in_memory: bool) -> N
     assert bool(counts.spilling) is not in_memory, "what arrived on the host goes to the store, unless hints say no"
     assert counts.stores
     assert asked.num_computed_tokens
+
+
+PROMPT = [*range(1, 40)]
+
+
+def spilled(requests: NaturalTierRequests) -> tuple[StoreTransfer, ...]:
+    """The spills of an engine that computes a prompt."""
+    steps = list[Step]()
+
+    def see(step: Step) -> Step:
+        steps.append(step)
+        return step
+
+    engine = Engine(requests._manager, host=Host(requests, sees=see))
+    engine.add("a", PROMPT, 8)
+    for _ in range(200):
+        engine.step()
+    return tuple(one for step in steps for one in step.spills)
+
+
+def fetched(requests: NaturalTierRequests) -> tuple[int | None, tuple[StoreTransfer, ...]]:
+    """What a scheduler answers for the prompt, and what its first step fetches."""
+    request = Asked("a", PROMPT)
+    requests._manager.get_computed_blocks(request)
+    for _ in range(500):
+        tokens, _ = requests.matched(request, 0)
+        made = work_of(requests, 0)
+        if tokens == 0 or made.step.fetches:
+            return tokens, made.step.fetches
+    raise AssertionError("no answer")
+
+
+def test_scheduler_finds_what_the_first_rank_of_another_process_left_on_its_disk(tmp_path: Path) -> None:
+    """The first step of a second process fetches it: nobody has opened the disk before."""
+    view, requests = partial(DiskView, tmp_path / "0", DISK), tiered(store=partial(DiskView, tmp_path / "0", DISK))
+    first, spills = requests._tier.host, spilled(requests)
+    hash_block = 1 if first.hasher is None else first.hasher.block_size
+    sizes = _sizes(first.config, hash_block)
+    assert spills
+    assert fetched(tiered(store=view)) == (0, ()), "nothing was written"
+    with DiskStore(tmp_path / "0", DISK, IDENTITY, sizes) as disk:
+        for one in spills:
+            blocks = [bytes(first.config.block_bytes_of(group)) for group in one.group.tolist()]
+            assert all(disk.put(one.keys, [memoryview(block) for block in blocks]))
+            assert put_mark(disk, one.mark, one.tail, hash_block)
+        again = tiered(store=view, behind="disk")
+        tokens, (fetch,) = fetched(again)
+        assert tokens is None
+        assert set(fetch.keys) <= {key for one in spills for key in one.keys}
+        again.heard({fetch.number: [1]})
+        assert again.take_counts()["disk_loads"] == 1
+        lost = tiered(store=view, ranks=2)
+        _, (fetch,) = fetched(lost)
+        lost.heard({fetch.number: [1, 0]})
+        assert fetched(lost) == (0, ()), "a rank lacks a block, so the tokens are computed"
+        disk.remove(fetch.keys[-1:])
+        assert not set(fetch.keys[-1:]) & {key for one in fetched(tiered(store=view))[1] for key in one.keys}
+    with pytest.raises(ConfigError, match="was made for another model"):
+        view(b"other", sizes)

@@ -19,7 +19,7 @@ import torch
 
 from engine_groups import Asked, CircularBufferSpec, Config, FullAttentionSpec, Group, MambaSpec, SlidingWindowSpec
 from hybridkv.errors import ConfigError
-from hybridkv.stores import GroupNeeds, MemoryStore, PrefetchLimits, PrefixRules, StoreStack
+from hybridkv.stores import GroupNeeds, MemoryStore, PrefetchLimits, PrefixRules, StoreStack, StoreUrl
 from hybridkv.vllm import tier_requests
 from hybridkv.vllm.manager import Block
 from hybridkv.vllm.specs import WORKER
@@ -583,11 +583,12 @@ def test_unsupported_options_of_vllm_are_rejected(
         refuse_tiers(started(**changed), GROUPS, DISK)
 
 
-def test_natural_layout_needs_no_hashes_of_vllm_and_has_no_disk() -> None:
+def test_natural_layout_needs_no_hashes_of_vllm_and_has_a_disk_or_a_store() -> None:
     natural = started(parallel_config__worker_cls=WORKER, cache_config__enable_prefix_caching=False)
     refuse_tiers(natural, GROUPS, TierOptions(1))
-    with pytest.raises(ConfigError, match="no disk in the natural layout"):
-        refuse_tiers(natural, GROUPS, DISK)
+    refuse_tiers(natural, GROUPS, DISK)
+    with pytest.raises(ConfigError, match="a disk or a store in the natural layout, not both"):
+        refuse_tiers(natural, GROUPS, replace(DISK, store=StoreUrl("file:///there")))
 
 
 def test_random_hashes_are_accepted_without_a_disk_or_with_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
