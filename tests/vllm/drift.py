@@ -174,7 +174,7 @@ FIELDS = {
     VllmConfig: ("additional_config", "kv_transfer_config", "ec_transfer_config", "speculative_config"),
     ParallelConfig: (
         *("worker_cls", "pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size"),
-        *("tensor_parallel_size", "data_parallel_rank", "rank"),
+        *("tensor_parallel_size", "data_parallel_index", "rank"),
     ),
     CacheConfig: ("enable_prefix_caching", "prefix_caching_hash_algo", "prefix_match_unit", "cache_dtype"),
     ModelConfig: ("model", "revision", "quantization", "dtype"),

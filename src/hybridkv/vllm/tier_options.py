@@ -109,7 +109,7 @@ def folder_of(parallel: Any, rank: int) -> str:  # noqa: ANN401 - vLLM's Paralle
         parallel: vLLM's config of the replica.
         rank: Number of the rank.
     """
-    return f"replica-{parallel.data_parallel_rank}-rank-{rank}"
+    return f"replica-{parallel.data_parallel_index}-rank-{rank}"  # the rank is 0 in all replicas of a dense model
 
 
 def needs_of(config: Config) -> tuple[GroupNeeds, ...]:

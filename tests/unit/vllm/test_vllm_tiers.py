@@ -23,7 +23,7 @@ from hybridkv.stores import GroupNeeds, MemoryStore, PrefetchLimits, PrefixRules
 from hybridkv.vllm import tier_requests
 from hybridkv.vllm.manager import Block
 from hybridkv.vllm.specs import WORKER
-from hybridkv.vllm.tier_options import TierOptions, identity_of, needs_of, refuse_tiers
+from hybridkv.vllm.tier_options import TierOptions, folder_of, identity_of, needs_of, refuse_tiers
 from hybridkv.vllm.tier_requests import Find, Load, Store, TierRequests, TierWork, key
 from hybridkv.vllm.tier_worker import TierWorker
 
@@ -589,6 +589,11 @@ def test_natural_layout_needs_no_hashes_of_vllm_and_has_a_disk_or_a_store() -> N
     refuse_tiers(natural, GROUPS, DISK)
     with pytest.raises(ConfigError, match="a disk or a store in the natural layout, not both"):
         refuse_tiers(natural, GROUPS, replace(DISK, store=StoreUrl("file:///there")))
+
+
+def test_replicas_of_a_dense_model_have_a_folder_for_each_rank() -> None:
+    replicas = [SimpleNamespace(data_parallel_rank=0, data_parallel_index=index) for index in (0, 1)]
+    assert [folder_of(one, 3) for one in replicas] == ["replica-0-rank-3", "replica-1-rank-3"]
 
 
 def test_random_hashes_are_accepted_without_a_disk_or_with_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
