@@ -213,8 +213,10 @@ def serve_command(
     _require_events(
         kv_events, kv_events_replay, kv_events_form, kv_events_medium or (), has_host=tiers.host_memory is not None
     )
-    shared = {"--kv-events": kv_events, "--front-workers": front_workers, "--requests": requests, "--disk": tiers.disk}
-    _require_replicable(shared if many else {})
+    if many:
+        _require_replicable(
+            {"--kv-events": kv_events, "--front-workers": front_workers, "--requests": requests, "--disk": tiers.disk}
+        )
     # a port that is in use should be reported before a model is loaded
     sockets = [] if is_replica else listen_for(host, port, front_workers or 1)
     drafter = drafts.drafter(options, trust_remote_code=model.trust_remote_code) if drafts and not many else None

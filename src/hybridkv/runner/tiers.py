@@ -17,7 +17,7 @@ from hybridkv.runner.probe import Stored, page_layout, probe
 from hybridkv.runner.shares import splits_in, whole_identity
 from hybridkv.specs import AttentionSpec
 from hybridkv.stores import BlockStore, DiskFolder, StoreChoice
-from hybridkv.stores.store import pieces_of
+from hybridkv.stores.marks import entry_sizes
 from hybridkv.tiers import HostTier, Prefixes, StoreLookups, parts_of
 from hybridkv.worker.pages import PagePart
 from hybridkv.worker.ranks import Run, Split, Strip
@@ -98,8 +98,7 @@ def open_tiers(
     hash_block = cache.hasher.block_size
     form, identity, sizes = _form(loaded, plan, hash_block)
     prefixes = Prefixes(parts_of(host, form.kinds, form.counts), identity, hash_block)
-    cut = {piece for size in sizes for piece in pieces_of(size)}
-    store = behind.store.open(identity, sorted({*cut, prefixes.mark_bytes}))
+    store = behind.store.open(identity, entry_sizes(sizes, hash_block))
     undo.callback(store.close)
     threads = None
     if not behind.store.looks_up_at_once:

@@ -5,12 +5,13 @@ mark of a hash block   [ n0 t t t . ][ n1 t . . . ] ...     8 entries: tokens of
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.stores.store import BlockStore
+from hybridkv.stores.store import BlockStore, pieces_of
 
 MOST_TAILS: Final = 8
 """Tails that a mark lists, the newest first."""
@@ -23,6 +24,16 @@ def mark_bytes(hash_block: int) -> int:
         hash_block: Tokens of a hash block.
     """
     return MOST_TAILS * hash_block * np.dtype(np.int32).itemsize
+
+
+def entry_sizes(block_bytes: Iterable[int], hash_block: int) -> list[int]:
+    """Return the different lengths of what a store keeps, the shortest first: pieces of blocks, and marks.
+
+    Args:
+        block_bytes: Lengths of whole blocks.
+        hash_block: Tokens of a hash block.
+    """
+    return sorted({mark_bytes(hash_block), *(piece for size in block_bytes for piece in pieces_of(size))})
 
 
 def tails_of(mark: bytes | bytearray | memoryview, hash_block: int) -> list[bytes]:

@@ -23,8 +23,7 @@ from hybridkv.errors import ConfigError
 from hybridkv.planner import KVCacheConfig, Plan, tier_plan
 from hybridkv.step import Cells, Csr, Step
 from hybridkv.stores import BlockStore
-from hybridkv.stores.marks import mark_bytes
-from hybridkv.stores.store import pieces_of
+from hybridkv.stores.marks import entry_sizes
 from hybridkv.tiers import HostTier, Prefixes, StoreLookups, parts_of
 from hybridkv.vllm.manager import CacheManager
 from hybridkv.worker.tier import DeviceMemory, HostTierCopier
@@ -60,9 +59,8 @@ class NaturalWork:
 
 
 def _sizes(config: KVCacheConfig, hash_block: int) -> list[int]:
-    """Return the sizes of blocks and marks in a store."""
-    pieces = {piece for group in range(len(config.groups)) for piece in pieces_of(config.block_bytes_of(group))}
-    return sorted({*pieces, mark_bytes(hash_block)})
+    """Return the sizes of what a store keeps of all groups."""
+    return entry_sizes(map(config.block_bytes_of, range(len(config.groups))), hash_block)
 
 
 def host_tier(
