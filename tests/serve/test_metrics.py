@@ -1,5 +1,6 @@
 """Metrics are the engine's counts and the clients' times, under names that dashboards know."""
 
+import time
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
@@ -156,12 +157,15 @@ def test_metrics_prefix_that_is_no_name_is_rejected(prefix: str) -> None:
         replace(ServeOptions(), metrics_prefix=prefix)
 
 
-def test_metrics_count_queue_time() -> None:
+def test_metrics_count_queue_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Engine.step
+    monkeypatch.setattr(Engine, "step", lambda engine: (time.sleep(0.01), step(engine))[1])
     with serving(engine_of("llama", max_running=1)) as served:
         served.post(PATH, prompt=["one", "two"], max_tokens=20, ignore_eos=True)
         found = samples(served)
-        # the second ran when the first was done
         whole, queued = (
             found[f"hybridkv:{name}_sum"] for name in ("e2e_request_latency_seconds", "request_queue_time_seconds")
         )
-        assert whole / 4 < queued < whole / 2
+        # the second ran when the first was done, and each needs 20 steps
+        assert queued >= 19 * 0.01
+        assert whole - queued >= 2 * 19 * 0.01
