@@ -487,6 +487,11 @@ def _check_hash_block(number: int, kind: GroupKind, hash_block: int) -> None:
         )
 
 
+def _lacks_hits(groups: Sequence[CacheGroup]) -> bool:
+    """Return whether some token counts end no hit. With full attention alone, each published block ends one."""
+    return any(not group.policy.hits.downward_closed for group in groups if group.kind.publishes)
+
+
 def _tails_of(groups: Sequence[CacheGroup]) -> list[CacheGroup]:
     """Return the groups whose states are copied at the end of each prompt.
 
@@ -694,7 +699,7 @@ def assemble(
         publisher=publisher,
         transfers=transfers,
         placement=placement,
-        prefix_multiple=layout.eviction.prefix_multiple if placement.keeps_states else 0,
+        prefix_multiple=layout.eviction.prefix_multiple if placement.keeps_states and _lacks_hits(groups) else 0,
         eviction_policy=eviction_policy,
     )
     lookup = PrefixLookup(

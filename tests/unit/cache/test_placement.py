@@ -22,8 +22,9 @@ from hybridkv.cache.placement import (
 from hybridkv.cache.policies import NEVER
 from hybridkv.errors import ConfigError
 from hybridkv.eviction import HAZARD
-from hybridkv.request import Request
-from hybridkv.testing.configs import full_spec, natural_model_config, state_spec
+from hybridkv.request import Request, SamplingParams
+from hybridkv.specs import KVCacheSpec
+from hybridkv.testing.configs import full_spec, natural_model_config, state_spec, window_spec
 
 MOST = 2**31 - 1
 ALL = (NoStates(), AlignPlacement(4), IntervalPlacement(7), EndsPlacement(), BoundaryPlacement(4, at_chunk_ends=True))
@@ -123,6 +124,14 @@ def test_checkpoints_with_eviction_corner_add_one_to_each_prompt(
     met = [t for start, end in pairwise(edges) for t in cache.checkpoints.positions(of, start, end)]
     corners = {(of.num_prompt_tokens - 1) // multiple * multiple} - {0} if placement.keeps_states else set()
     assert met == [t for t in range(1, of.num_tokens + 1) if kept(placement, of, t, 130) or t in corners]
+
+
+@pytest.mark.parametrize(("specs", "corners"), [((full_spec(4),), []), ((full_spec(4), window_spec(4, 8)), [120])])
+def test_checkpoints_of_full_attention_lack_eviction_corner(specs: Sequence[KVCacheSpec], corners: list[int]) -> None:
+    options = CacheOptions(eviction=replace(HAZARD, prefix_multiple=40))
+    cache = KVCacheManager(natural_model_config(9, specs, (1,) * len(specs)), 200, options=options)
+    of = Request("r", range(130), SamplingParams(max_tokens=1), hasher=cache.hasher)
+    assert cache.checkpoints._positions(of, 0, 128) == tuple(corners)
 
 
 def test_placement_kinds_declare_states_and_final_state() -> None:
