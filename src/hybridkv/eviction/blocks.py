@@ -95,7 +95,6 @@ class PointBlocks:
         self.payers = np.zeros(pool.num_blocks if tenants > 1 else 0, np.int32)
         self._pool = pool
         self._segments: dict[int, tuple[list[bytes], Int64]] = {}  # by serial of a point; its keys, and their blocks
-        self._segments_at = 0  # losses of keys before the first of them was found
         self._bytes = np.array(block_bytes, np.int64)
         self._bytes_of = [float(size) for size in block_bytes]
         tokens = [one for one in groups if one.kind.keeps_tokens]
@@ -119,12 +118,12 @@ class PointBlocks:
     def kept_segment(self, point: ResumePoint) -> Int64:
         """Return the blocks of the segment of a kept point, without a block if one is missing.
 
-        A choice of victims asks several times for the same segments. They are remembered until a block loses its key.
+        Choices of victims ask several times for the same segments. They are remembered until a needed block loses its
+        key, or a block moves.
         """
-        if self._segments_at == self._pool.keys.evictions:
-            known = self._segments.get(point.serial)
-            if known is not None and known[0] is point.segment:
-                return known[1]
+        known = self._segments.get(point.serial)
+        if known is not None and known[0] is point.segment:
+            return known[1]
         found = self.segment(point)
         if found is None:
             return _NO_BLOCKS
@@ -132,9 +131,8 @@ class PointBlocks:
         return found
 
     def _remember(self, point: ResumePoint, segment: Int64) -> None:
-        if self._segments_at != self._pool.keys.evictions or len(self._segments) >= _MOST_SEGMENTS:
+        if len(self._segments) >= _MOST_SEGMENTS:
             self._segments.clear()
-            self._segments_at = self._pool.keys.evictions
         self._segments[point.serial] = point.segment, segment
 
     def window(self, point: ResumePoint) -> list[int] | None:
@@ -174,8 +172,15 @@ class PointBlocks:
     def look(self, point: ResumePoint) -> tuple[float, bool]:
         """Return ``saved`` of ``point``, and whether its eviction frees nothing: requests hold all its blocks."""
         more = self._more_blocks(point)
-        held = all(map(self._pool.ref_count, point.own)) and np.count_nonzero(self._pool.ref_counts(more)) == len(more)
-        return self._saved(point, more), held
+        return self._saved(point, more), self._all_held(point.own, more)
+
+    def is_held(self, point: ResumePoint) -> bool:
+        """Return whether its eviction would free nothing: requests hold all its blocks."""
+        return self._all_held(point.own, self._more_blocks(point))
+
+    def _all_held(self, own: Sequence[int], more: Int64) -> bool:
+        held = self._pool.ref_counts(more)
+        return all(map(self._pool.ref_count, own)) and np.count_nonzero(held) == len(held)
 
     def frees(self, point: ResumePoint, gone: Counter[int], taken: dict[int, int]) -> list[int]:
         """Return how many more blocks of each class become free if ``point`` is evicted too.
@@ -258,13 +263,14 @@ class PointBlocks:
         self._remember(point, segment)
         for block in own:
             self.owners.setdefault(block, []).append(point)
-        following = self._following(request, point)
+        following = self._following(request, point) if point.inside[1] else set[bytes]()
         changed = list[ResumePoint]()
         if parent.inside[1]:
             known = following if parent.depth == point.depth else point.segment[:1]
             changed = [one for late in overtaken_by(parent, known) for one in self._put_below(late, parent)]
         after, paid = children_after(parent, point, following), not parent.children
-        self._pass_on(point.segment, parent.depth, len(after))
+        if after:
+            self._pass_on(point.segment, parent.depth, len(after))
         for child in after:
             unlink(child)
             child.segment = child.segment[len(point.segment) :]
@@ -277,13 +283,11 @@ class PointBlocks:
 
     def _pass_on(self, keys: Sequence[bytes], start: int, times: int) -> None:
         """Count ``times`` fewer resume points for the blocks of ``keys``, hash blocks from ``start`` on."""
-        for group in self._full if times else ():
+        for group in self._full:
             self.counts[group.index.blocks_of(_columns(group, keys, start))] -= times
 
     def _following(self, request: Request, point: ResumePoint) -> set[bytes]:
-        """Return the known keys of blocks that begin with the tokens of ``point`` inside a block; empty without any."""
-        if not point.inside[1]:
-            return set()
+        """Return the known keys of blocks that begin with the tokens of ``point``, which ends inside a block."""
         return self._keys_of(point.own).union(request.hashes[point.depth : point.depth + 1])
 
     def _put_below(self, point: ResumePoint, parent: ResumePoint) -> list[ResumePoint]:
@@ -346,7 +350,7 @@ class PointBlocks:
         found, others = list[ResumePoint](), siblings_of(point)
         if not owners.keys().isdisjoint(blocks):
             found = [one for block in blocks if block in owners for one in owners[block] if one is not point]
-        if keys := self._keys_of(point.own):  # resume points that continue after its partial block
+        if point.own and (keys := self._keys_of(point.own)):  # resume points that continue after its partial block
             others += [one for before in level_of(point) for key in sorted(keys) for one in few(before, key)]
         return found + [one for one in others if self.overlaps or not one.children] if others else found
 
@@ -376,6 +380,7 @@ class PointBlocks:
                 released.append(np.asarray(fact.ids, np.int64))
             elif isinstance(fact, Lost):
                 if np.count_nonzero(counts := self.counts[fact.ids]):
+                    self._segments.clear()
                     needed = fact.ids[counts > 0]
                     lost.update(zip(needed.tolist(), self.counts[needed].tolist(), strict=True))
                     self._discharge(needed)
@@ -403,6 +408,7 @@ class PointBlocks:
     def _follow(self, moves: Int64, lost: dict[int, int]) -> dict[int, int]:
         """Follow moves, int64[m, 2] of (source, target). Return ``lost`` under its new numbers. O(moves)."""
         sources, targets = moves[:, 0], moves[:, 1]
+        self._segments.clear()
         self.counts[targets] = self.counts[sources]
         self.counts[sources] = 0
         if self.payers.size:

@@ -260,9 +260,11 @@ class HazardRanking:
         row = point.row
         if row < 0:
             row = point.row = self._free.pop() if self._free else self._rows
-            self._rows = max(self._rows, row + 1)
-            self._class = grown(self._class, self._rows, _FREE)
-            self._used, self._counted = grown(self._used, self._rows), grown(self._counted, self._rows)
+            if row == self._rows:
+                self._rows += 1
+                if row == len(self._class):
+                    self._class = grown(self._class, self._rows, _FREE)
+                    self._used, self._counted = grown(self._used, self._rows), grown(self._counted, self._rows)
             point.class_number = self._class[row] = self._number_of(*class_of(point))
             self._used[row], self._counted[row] = point.used, 0.0
         return row
@@ -454,7 +456,7 @@ class HazardRanking:
             return
         self._row(parent)
         heirs = [one for one in (parent.heir, Heir(point.class_number, point.used), point.heir) if one is not None]
-        parent.heir = max(heirs, key=lambda heir: self._index_of(heir, now))
+        parent.heir = max(heirs, key=lambda heir: self._index_of(heir, now)) if len(heirs) > 1 else heirs[0]
         parent.until = -math.inf
         if parent.ring is not None and parent in (ring := self._rings[parent.ring]).outer():
             ring.until = -math.inf

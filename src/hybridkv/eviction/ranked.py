@@ -558,10 +558,10 @@ class RankedResumePoints:
         return was
 
     def _unpark(self, now: float) -> None:
-        """Rank the parked resume points: requests may have released their blocks."""
+        """Rank the parked resume points of which requests have released a block."""
         self._unparks = False
-        parked, self._parked = self._parked, {}
-        for point in parked.values():
+        for point in [one for one in self._parked.values() if not self._blocks.is_held(one)]:
+            del self._parked[point.serial]
             self._rank(point, now)
 
     def _note_stale(self, points: Iterable[ResumePoint]) -> None:
