@@ -312,7 +312,7 @@ class Slots:
         total = np.minimum(end + num_lookahead_tokens, most)
         due = self._residents.due(rows, total)
         slots = nothing_new(len(rows))
-        if due.size and due.size <= FEW and self._only_grow and not self._transfers.ranks:
+        if due.size and due.size <= FEW and self._only_grow:
             slots = self._allocate_few(due, rows[due], end[due], lookahead=num_lookahead_tokens, accepted=len(rows))
             self._pool.advance_epoch()
         elif due.size:

@@ -525,7 +525,10 @@ class KnownTokens:
 def add_known(known: KnownTokens, keys: Sequence[bytes]) -> None:
     """Remember the keys of a request, in order. O(log keys + keys that are not young)."""
     young = known.young
-    young.update(map(hash, keys[bisect_left(keys, 1, key=lambda key: hash(key) not in young) :]))
+    if keys and hash(keys[0]) not in young:  # most new prompts
+        young.update(map(hash, keys))
+    elif keys and hash(keys[-1]) not in young:
+        young.update(map(hash, keys[bisect_left(keys, 1, key=lambda key: hash(key) not in young) :]))
     if len(young) > max(known.most // 2, 1):
         known.old, known.young = young, set(map(hash, keys))
 
@@ -533,6 +536,8 @@ def add_known(known: KnownTokens, keys: Sequence[bytes]) -> None:
 def leading_known(known: KnownTokens, keys: Sequence[bytes]) -> int:
     """Return how many leading ``keys`` are known: with a key, all before it were seen. O(log keys)."""
     young, old = known.young, known.old
+    if not keys or ((first := hash(keys[0])) not in young and first not in old):  # most new prompts
+        return 0
     return bisect_left(keys, 1, key=lambda key: (found := hash(key)) not in young and found not in old)
 
 
