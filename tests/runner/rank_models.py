@@ -19,13 +19,14 @@ def rows_of(weight: torch.Tensor, heads: Sequence[int], width: int) -> torch.Ten
 Cut = Callable[[torch.Tensor], torch.Tensor]
 
 
-def share_of(whole: PreTrainedModel, rank: int, ranks: int) -> PreTrainedModel:
-    """The model of one rank: its heads of attention and of delta rules; all of the rest."""
+def share_of(whole: PreTrainedModel, rank: int, ranks: int, *, keep_states: bool = False) -> PreTrainedModel:
+    """The model of one rank: its heads of attention and, unless states are whole, of delta rules; all of the rest."""
     config: Any = copy.deepcopy(whole.config)
     cuts = (
         _latent_attention(config, rank, ranks) if hasattr(config, "kv_lora_rank") else _attention(config, rank, ranks)
     )
-    if hasattr(config, "linear_num_key_heads"):
+    cuts_states = hasattr(config, "linear_num_key_heads") and not keep_states
+    if cuts_states:
         cuts |= _delta_rules(config, rank, ranks)
 
     def cut(name: str, weight: torch.Tensor) -> torch.Tensor:
@@ -35,7 +36,7 @@ def share_of(whole: PreTrainedModel, rank: int, ranks: int) -> PreTrainedModel:
     made = type(whole)(config).to(whole.dtype).eval()
     made.load_state_dict({name: cut(name, weight).contiguous() for name, weight in whole.state_dict().items()})
     for name, module in made.named_modules():
-        if name.endswith(("o_proj", "out_proj")):
+        if name.endswith(("o_proj", "out_proj") if cuts_states else "o_proj"):
             module.register_forward_hook(_summed)
     return made
 

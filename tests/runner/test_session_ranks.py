@@ -38,7 +38,7 @@ rank, ranks = int(sys.argv[1]), {ranks}
 meeting = "file://" + {meeting!r}
 dist.init_process_group("gloo", meeting, timedelta(seconds=60), ranks, rank)
 whole = loaded_model({name!r}).model
-loaded = wrap(share_of(whole, rank, ranks), share=ModelShare.of(whole, rank, ranks))
+loaded = wrap(share_of(whole, rank, ranks, keep_states={kept}), share=ModelShare.of(whole, rank, ranks))
 with engine(loaded, {form!r}) as running:
     if {source!r}:
         running.import_({source!r}, key=KEY)
@@ -53,9 +53,19 @@ def engine(loaded: Any, form: str | None = None) -> Engine:  # noqa: ANN401  # a
 
 
 def run_ranks(
-    name: str, ranks: int, prompt: list[int], folder: Path, *, source: str = "", form: str | None = None
+    name: str,
+    ranks: int,
+    prompt: list[int],
+    folder: Path,
+    *,
+    source: str = "",
+    form: str | None = None,
+    kept: bool = False,
 ) -> tuple[int, list[int]]:
-    """Run an engine of some ranks: it imports ``source``, generates, and exports. Return its hit and its tokens."""
+    """Run an engine of some ranks: it imports ``source``, generates, and exports. Return its hit and its tokens.
+
+    ``kept``: whether each rank has the states of all heads.
+    """
     folder.mkdir()
     script = folder / "rank.py"
     script.write_text(
@@ -65,6 +75,7 @@ def run_ranks(
             meeting=str(folder / "meeting"),
             name=name,
             form=form,
+            kept=kept,
             source=source,
             prompt=prompt,
             target=str(folder / "a"),
@@ -90,12 +101,18 @@ def of_one_rank(name: str, path: Path, form: str | None = None) -> list[int]:
     return [*done.prompt_token_ids, *done.token_ids]
 
 
-@pytest.mark.parametrize(("name", "ranks", "others"), [("llama", 2, 4), ("llama", 4, 2), ("qwen3_next", 2, 2)])
+@pytest.mark.parametrize(
+    ("name", "ranks", "others", "kept"),
+    [
+        *(("llama", 2, 4, ()), ("llama", 4, 2, ()), ("qwen3_next", 2, 2, ())),
+        *(("qwen3_next", 2, 2, ("first",)), ("qwen3_next", 2, 2, ("of joined", "of one"))),
+    ],
+)
 def test_session_of_some_ranks_goes_on_with_one_and_with_others(
-    name: str, ranks: int, others: int, tmp_path: Path
+    name: str, ranks: int, others: int, kept: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """Four ranks of two KV heads: each head is copied."""
-    _, tokens = run_ranks(name, ranks, PROMPT, tmp_path / "first")
+    """Four ranks of two KV heads: each head is copied. ``kept``: engines whose ranks have the states of all heads."""
+    _, tokens = run_ranks(name, ranks, PROMPT, tmp_path / "first", kept="first" in kept)
     conversation = of_one_rank(name, tmp_path / "one")
     assert [*PROMPT, *tokens] == conversation
     files = [tmp_path / "first" / f"a{rank}" for rank in reversed(range(ranks))]
@@ -112,7 +129,8 @@ def test_session_of_some_ranks_goes_on_with_one_and_with_others(
     assert (done.hit_tokens, list(done.token_ids)) == (len(conversation) - 1, expected)
     assert session.resume_tokens == len(conversation) - 1
     for source in ("joined", "one"):
-        hit, made = run_ranks(name, others, turn, tmp_path / f"of {source}", source=str(tmp_path / source))
+        place = f"of {source}"
+        hit, made = run_ranks(name, others, turn, tmp_path / place, source=str(tmp_path / source), kept=place in kept)
         assert (hit, made) == (len(conversation) - 1, expected)
 
 

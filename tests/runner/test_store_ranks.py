@@ -6,11 +6,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from runner_support import generated, greedy, loaded_model, shared_prompts
 
 import warm
 from hybridkv.runner import Engine, EngineOptions, plan_for
+from hybridkv.runner.tensor_parallel import Ranks
 from hybridkv.stores import StoreUrl
 
 TOKENS = 8
@@ -18,7 +20,10 @@ PROMPTS = shared_prompts(2, 6, prefix=40, longest=9)
 TAIL = [65, 66, 67]
 MARK_DIGITS = 98
 """Of the file of a mark: identity, kind and hash."""
+CHECKSUM = 16
+"""Bytes before a block in its file."""
 KEY = b"a key of 16 bytes"
+OPTIONS = EngineOptions(self_check=False, max_running=2)
 
 RANK = """
 import json, sys
@@ -63,8 +68,11 @@ if rank:
 
 def engine(loaded: Any, store: str) -> Engine:  # noqa: ANN401  # a LoadedModel
     plan = plan_for(loaded, [120] * 2)
-    options = EngineOptions(self_check=False, max_running=2)
-    return Engine(loaded, plan, options, host_memory="8MiB", store=StoreUrl(f"file://{store}?timeout_s=20"))
+    return Engine(loaded, plan, OPTIONS, host_memory="8MiB", store=url(store))
+
+
+def url(store: object) -> StoreUrl:
+    return StoreUrl(f"file://{store}?timeout_s=20")
 
 
 def served(running: Engine, prompts: list[list[int]]) -> list[tuple[int, list[int]]]:
@@ -121,6 +129,63 @@ def test_prefixes_of_some_ranks_are_found_by_others(name: str, ranks: int, other
             said = by_ranks(name, number, prompts, tmp_path / f"of {number}", store=tmp_path / "store")
         assert [tokens for _, tokens in said] == expected(name, prompts)
     assert [hit for hit, _ in said] == [len(prompt) - len(TAIL) - 1 for prompt in again]
+
+
+def served_by(name: str, ranks: int | str, prompts: list[list[int]], folder: Path) -> list[tuple[int, list[int]]]:
+    """What an engine says of the prompts, with the store in ``folder``.
+
+    ``ranks``: 1, a number of ranks whose recurrent layers transformers' plan leaves whole, or "cut": 2 by hand.
+    """
+    store = folder / "store"
+    if ranks == "cut":
+        return by_ranks(name, 2, prompts, folder / "cut", store=store)
+    if ranks == 1:
+        with engine(loaded_model(name), str(store)) as running:
+            return served(running, prompts)
+    with (
+        Ranks(f"tiny:{name}", int(ranks)) as whole,
+        whole.engine(
+            options=OPTIONS, memory="4MiB", max_model_len=120, host_memory="8MiB", store=url(store)
+        ) as running,
+    ):
+        return served(running, prompts)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "others"),
+    [
+        *(("qwen3_next", 1, 2), ("qwen3_next", 2, "cut")),
+        *(pytest.param("qwen3_next", *of, marks=pytest.mark.thorough) for of in ((2, 1), ("cut", 2))),
+        *(pytest.param("kimi_linear", *of, marks=pytest.mark.thorough) for of in ((4, 1), (1, 4), (2, 4), (4, 2))),
+        *(pytest.param("qwen3_5", *of, marks=pytest.mark.thorough) for of in ((2, 1), (1, 2))),
+    ],
+)
+def test_whole_states_of_some_ranks_are_found_by_others(
+    name: str, ranks: int | str, others: int | str, tmp_path: Path
+) -> None:
+    """Transformers' plan cuts attention and leaves states whole on each rank."""
+    for number, prompts in ((ranks, PROMPTS), (others, turns(name))):
+        said = served_by(name, number, prompts, tmp_path)
+        assert [tokens for _, tokens in said] == expected(name, prompts)
+    assert [hit for hit, _ in said] == [len(prompt) - len(TAIL) - 1 for prompt in turns(name)]
+
+
+def test_ranks_with_whole_states_store_what_one_process_stores(tmp_path: Path) -> None:
+    """Equal keys and sizes. Blocks are equal but for rounding, and marks bit for bit."""
+    stored = []
+    for ranks in (1, 2):
+        served_by("qwen3_next", ranks, PROMPTS, tmp_path / str(ranks))
+        files = [file for file in (tmp_path / str(ranks) / "store").rglob("*") if file.is_file()]
+        stored.append({file.name: file.read_bytes()[CHECKSUM:] for file in files})
+    one, two = stored
+    assert one.keys() == two.keys()
+    for name, block in one.items():
+        if len(name) == MARK_DIGITS:
+            assert block == two[name]
+        else:
+            values = [np.frombuffer(of, np.float32) for of in (block, two[name])]
+            np.testing.assert_allclose(values[1], values[0], rtol=1e-3, atol=1e-3)
+            assert values[0].any()
 
 
 @pytest.mark.parametrize("puts", [0, 1])

@@ -75,19 +75,25 @@ class Rank(NamedTuple):
     storage: PagedStorage
     config: KVCacheConfig
     blocks: dict[int, list[int]]
+    whole: tuple[str, ...] = ()
 
 
-def ranks_of(ranks: int, store: MemoryStore, rng: np.random.Generator) -> list[Rank]:
-    specs, whole = specs_of(ranks), specs_of(1)
+STATES = ("mamba", "delta", "conv")
+
+
+def ranks_of(ranks: int, store: MemoryStore, rng: np.random.Generator, kept: tuple[str, ...] = ()) -> list[Rank]:
+    """``kept``: layers that each rank has whole."""
+    whole = specs_of(1)
+    specs = specs_of(ranks) | {name: whole[name] for name in kept}
     splits = {name: _splits(spec) for name, spec in whole.items()}
     config, made = config_of(specs, rng), []
     slabs = iter((1 + rng.permutation(BLOCKS * len(config.groups))).tolist())  # groups share slabs, but not at a time
     ks = [config.slabs.class_of(group).blocks_per_slab for group in range(len(config.groups))] if config.slabs else []
     blocks = {group: [next(slabs) * k + int(rng.integers(k)) for _ in range(BLOCKS)] for group, k in enumerate(ks)}
     for rank in range(ranks):
-        form = StoreForm.of(config, splits, rank, ranks)
+        form = StoreForm.of(config, splits, rank, ranks, kept)
         copier = HostTierCopier(PagedStorage(config), config, store=store, form=form)
-        made.append(Rank(copier, copier.settled(PagedStorage(config)), config, blocks))
+        made.append(Rank(copier, copier.settled(PagedStorage(config)), config, blocks, kept))
     return made
 
 
@@ -155,7 +161,8 @@ def fill(rank: Rank, number: int, ranks: int, pages: dict[str, list[torch.Tensor
     for group, of in enumerate(rank.config.groups):
         cut = rank.config.kernel_blocks_of(group)
         for name in of.layer_names:
-            for view, part in zip(rank.storage.views[name], by_hand(name, pages[name], number, ranks), strict=True):
+            held = pages[name] if name in rank.whole else by_hand(name, pages[name], number, ranks)
+            for view, part in zip(rank.storage.views[name], held, strict=True):
                 for at, block in enumerate(rank.blocks[group]):
                     view[block * cut : (block + 1) * cut] = part[at].reshape(view[:cut].shape).to(view.dtype)
 
@@ -204,6 +211,42 @@ def test_pages_of_some_ranks_are_read_by_others(writers: int, readers: int, seed
                 held = views_of(rank, name, rank.blocks[group])
                 for part, wanted in zip(held, by_hand(name, pages[name], number, readers), strict=True):
                     assert torch.equal(part, wanted.to(part.dtype)), (name, number)
+
+
+WAYS = [(1, ()), (2, ()), (2, STATES), (4, STATES), (8, ()), (8, STATES)]
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("writers", WAYS)
+@pytest.mark.parametrize("readers", WAYS)
+def test_whole_states_of_some_ranks_are_read_by_others(
+    writers: tuple[int, tuple[str, ...]], readers: tuple[int, tuple[str, ...]], seed: int
+) -> None:
+    """The ranks after the first have other bytes: those of rank 0 are written, each once, and read by all."""
+    rng = np.random.default_rng(seed)
+    store, pages, others = BlindStore(1 << 24), whole_pages(rng), whole_pages(rng)
+    for number, rank in enumerate(ranks_of(writers[0], store, rng, writers[1])):
+        fill(rank, number, writers[0], pages | ({name: others[name] for name in rank.whole} if number else {}))
+        assert run(rank, "spills")
+    for number, rank in enumerate(ranks_of(readers[0], store, rng, readers[1])):
+        assert run(rank, "fetches")
+        for group, of in enumerate(rank.config.groups):
+            for name in of.layer_names:
+                held = views_of(rank, name, rank.blocks[group])
+                expected = pages[name] if name in rank.whole else by_hand(name, pages[name], number, readers[0])
+                for part, wanted in zip(held, expected, strict=True):
+                    assert torch.equal(part, wanted.to(part.dtype)), (name, number)
+    (one,) = ranks_of(1, alone := MemoryStore(1 << 24), rng)
+    fill(one, 0, 1, pages)
+    assert run(one, "spills")
+    assert store.statistics().stored_bytes == alone.statistics().stored_bytes
+
+
+def test_share_of_whole_and_cut_layers_is_named() -> None:
+    splits = {name: _splits(spec) for name, spec in specs_of(1).items() if name in STATES}
+    shares_of(splits, 1, 2, STATES)
+    with pytest.raises(ConfigError, match="cannot keep layer 'delta' with others of 2 heads or channels"):
+        shares_of(splits, 1, 2, ("mamba", "conv"))
 
 
 class BlindStore(MemoryStore):

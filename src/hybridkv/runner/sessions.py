@@ -275,7 +275,7 @@ class SessionFiles:
         self._require_sessions()
         layers = self._layers(self._device)
         manifest, tensors, num_bytes = read_session(path, key, self._require_same)
-        tensors = self._shares(manifest, tensors)
+        tensors = self._shares(layers, manifest, tensors)
         resume, tokens = self._require_whole(layers, manifest, tensors)
         goes_on = HandedOver.parse(manifest.get("request"), len(tokens))
         carrier = Request("import", tokens[: resume + 1], hasher=self._cache.hasher, cache_salt=manifest["cache_salt"])
@@ -441,7 +441,9 @@ class SessionFiles:
             return (None,) * len(shapes)
         return tuple((split.axis, split.runs) for split in found)
 
-    def _shares(self, manifest: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _shares(
+        self, layers: Sequence[_Layer], manifest: Mapping[str, Any], tensors: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         """Return the tensors of this rank. Raises SessionError for a file of another rank, which is no whole."""
         made, mine = manifest.get("rank", [0, 1]), self._rank
         if made == mine:
@@ -450,9 +452,16 @@ class SessionFiles:
             raise SessionError(
                 f"the session holds rank {shown(made)} of an engine: join the files of all its ranks (join_sessions)"
             )
+        share = self._loaded.share
+        kept = {TOKENS} | {
+            f"{layer.name}.{part}"
+            for layer in layers
+            if share is not None and share.has_whole(layer.name, layer.spec)
+            for part in layer.parts
+        }
         try:
             return {
-                name: tensor if name == TOKENS else split_in(manifest["tensors"][name], name).cut(tensor, *mine)
+                name: tensor if name in kept else split_in(manifest["tensors"][name], name).cut(tensor, *mine)
                 for name, tensor in tensors.items()
             }
         except (ConfigError, IndexError) as error:

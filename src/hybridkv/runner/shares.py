@@ -76,6 +76,16 @@ class ModelShare:
         """
         return {**self.identity, "quantization": [stored.kv_dtype, *stored.skipped]}
 
+    def has_whole(self, layer: str, spec: KVCacheSpec) -> bool:
+        """Return whether this rank keeps the whole states of a layer, as all ranks do whose plan does not cut it.
+
+        Args:
+            layer: its name.
+            spec: its spec on this rank.
+        """
+        whole = self.layers.get(layer)
+        return isinstance(whole, MambaSpec) and isinstance(spec, MambaSpec) and spec.shapes == whole.shapes
+
     def splits(self, layer: str, spec: KVCacheSpec, shapes: Sequence[tuple[int, ...]]) -> tuple[Split, ...]:
         """Return how ranks share each part of a layer's page.
 
@@ -122,7 +132,7 @@ def whole_identity(model: PreTrainedModel, share: ModelShare | None, stored: Sto
 def splits_in(
     share: ModelShare | None, layer: str, spec: KVCacheSpec, shapes: Sequence[tuple[int, ...]]
 ) -> tuple[Split, ...] | None:
-    """Return how ranks share each part of a layer's page; None if that is unknown, and the model is whole.
+    """Return how ranks share each part of a layer's page; None if that is unknown, and the layer is whole.
 
     Args:
         share: the rank that the model is of a whole one; None for a whole one.
@@ -131,9 +141,9 @@ def splits_in(
         shapes: the shapes of its parts on this rank: of one token, or of a state.
 
     Raises:
-        UnsupportedModelError: that is unknown, and the model is a share.
+        UnsupportedModelError: that is unknown, and the rank has a share of the layer.
     """
-    if share is not None:
+    if share is not None and not share.has_whole(layer, spec):
         return share.splits(layer, spec, shapes)
     try:
         return splits_of(spec, shapes)

@@ -4,7 +4,7 @@
                               '----- sums over ranks: gloo on CPUs, NCCL on GPUs -------------'
 
 Transformers cuts the weights by its own plan for the model (``tp_plan``) and sums the ranks' results. Layers that the
-plan does not name, such as recurrent ones, are whole on each rank, and so are their states.
+plan does not name, such as recurrent ones, are whole on each rank, and so are their states, which rank 0 stores.
 """
 
 from __future__ import annotations

@@ -115,14 +115,16 @@ def _form(loaded: LoadedModel, plan: Plan, hash_block: int) -> tuple[StoreForm, 
     """
     layout, groups = page_layout(plan.model, probe(loaded.model)), plan.config.groups
     group_of = {name: number for number, group in enumerate(groups) for name in group.layer_names}
-    splits, rows = dict[str, tuple[Split, ...]](), dict[str, int]()
+    splits, rows, whole = dict[str, tuple[Split, ...]](), dict[str, int](), set[str]()
     for name in (layer.name for layer in plan.model.layers if layout.get(layer.name)):
         spec, shapes = groups[group_of[name]].spec.layer_spec(name), [part.shape for part in layout[name]]
         known = splits_in(loaded.share, name, spec, shapes)
         splits[name] = tuple(Split(-1, (Run(1, shape[-1]),)) for shape in shapes) if known is None else known
         rows[name] = spec.num_states if isinstance(spec, AttentionSpec) else 1
+        if loaded.share is not None and loaded.share.has_whole(name, spec):
+            whole.add(name)
     rank = (0, 1) if loaded.share is None else (loaded.share.rank, loaded.share.ranks)
-    form = StoreForm.of(plan.config, splits, *rank)
+    form = StoreForm.of(plan.config, splits, *rank, whole)
     sizes = {
         sum(rows[one.layer] * _row_bytes(one, layout[one.layer][one.part]) for one in share.strips)
         for shares in form.shares
@@ -133,8 +135,8 @@ def _form(loaded: LoadedModel, plan: Plan, hash_block: int) -> tuple[StoreForm, 
         for name in splits
         for held in [list(zip(layout[name], splits[name], strict=True))]
     ]
-    whole = whole_identity(loaded.model, loaded.share, Stored.of_plan(plan))
-    return form, blocks_identity(whole, said, hash_block), sizes
+    identity = whole_identity(loaded.model, loaded.share, Stored.of_plan(plan))
+    return form, blocks_identity(identity, said, hash_block), sizes
 
 
 def _row_bytes(strip: Strip, part: PagePart) -> int:

@@ -14,12 +14,13 @@ A store keeps *shares*, which no rank divides: at most eight of the units of a r
 
     8 KV heads, 8 shares                   [ h0 ] [ h1 ] [ h2 ] .. [ h7 ]     rank 0 of 2 writes and reads four of them
     4 KV heads, 8 ranks                    [ h0 ] [ h1 ] [ h2 ] [ h3 ]        two ranks read each, the first one writes
+    a layer that each rank has whole       [ h0 ] [ h1 ] [ h2 ] [ h3 ]        all ranks read all, rank 0 writes
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
 from typing import Final, NamedTuple
@@ -86,12 +87,14 @@ class Split:
         """Return the whole of what all ranks hold. Of copies, the first one counts. O(elements).
 
         Args:
-            parts: a tensor for each rank, in order.
+            parts: a tensor for each rank, in order: its share, or the whole one of each.
 
         Raises:
             ConfigError: so many ranks cannot share it, or a part has another length.
         """
         ranks = len(parts)
+        if all(part.shape[self.axis] == self.length for part in parts):
+            return parts[0]
         mine = sum(_share(units, 0, ranks)[1] * width for units, width in self.runs)
         if any(part.shape[self.axis] != mine for part in parts):
             raise ConfigError(f"parts of {ranks} ranks must have {mine} elements on axis {self.axis}")
@@ -155,7 +158,9 @@ class Share(NamedTuple):
     is_own: bool
 
 
-def shares_of(splits: Mapping[str, Sequence[Split]], rank: int = 0, ranks: int = 1) -> tuple[tuple[Share, ...], int]:
+def shares_of(
+    splits: Mapping[str, Sequence[Split]], rank: int = 0, ranks: int = 1, whole: Collection[str] = ()
+) -> tuple[tuple[Share, ...], int]:
     """Return the shares of the pages of layers that one rank holds, and how many all ranks hold together.
 
     Runs of equally many units, in all parts and layers, are cut alike, so they have shares in common. O(strips).
@@ -164,31 +169,39 @@ def shares_of(splits: Mapping[str, Sequence[Split]], rank: int = 0, ranks: int =
         splits: how ranks share each part of a page, by layer.
         rank: number of the rank, from 0.
         ranks: how many there are.
+        whole: layers that each rank has whole. Rank 0 writes them: other ranks may have rounded otherwise.
 
     Raises:
-        ConfigError: so many ranks cannot share a run, or would have to divide a share.
+        ConfigError: so many ranks cannot share a run, or would have to divide a share; or a share would have layers
+            that are whole and others that are cut.
     """
     runs = defaultdict[int, list[tuple[Strip, int]]](list)
+    held_of = dict[int, tuple[int, int]]()
     for layer, parts in splits.items():
         for part, split in enumerate(parts):
             first = 0
             for units, width in split.runs:
-                length = _share(units, rank, ranks)[1] * width
-                runs[units].append((Strip(layer, part, split.axis, first, length), width))
-                first += length
+                held = (0, units) if layer in whole else _share(units, rank, ranks)
+                if held_of.setdefault(units, held) != held:
+                    raise ConfigError(
+                        f"a store cannot keep layer {layer!r} with others of {units} heads or channels, of which this "
+                        "rank has another part: cut all layers with states, or none"
+                    )
+                runs[units].append((Strip(layer, part, split.axis, first, held[1] * width), width))
+                first += held[1] * width
     shares, total = [], 0
-    for units, held in runs.items():
+    for units, strips_of in runs.items():
         count = units if units <= MOST_SHARES else gcd(units, MOST_SHARES)
         each = units // count
-        first, mine = _share(units, rank, ranks)
+        first, mine = held_of[units]
         if first % each or mine % each:
             raise ConfigError(
                 f"{ranks} ranks cannot share {units} heads or channels, which stores keep in {count} parts: use a "
                 f"divisor of {count}"
             )
-        is_own = rank % max(ranks // units, 1) == 0
+        is_own = rank == 0 if mine == units else rank % max(ranks // units, 1) == 0
         for number in range(mine // each):
-            strips = [one._replace(first=one.first + number * each * w, length=each * w) for one, w in held]
+            strips = [one._replace(first=one.first + number * each * w, length=each * w) for one, w in strips_of]
             shares.append(Share(total + first // each + number, tuple(strips), is_own))
         total += count
     return tuple(shares), total

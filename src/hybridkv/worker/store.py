@@ -18,7 +18,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
@@ -73,7 +73,12 @@ class StoreForm:
 
     @classmethod
     def of(
-        cls, config: KVCacheConfig, splits: Mapping[str, Sequence[Split]], rank: int = 0, ranks: int = 1
+        cls,
+        config: KVCacheConfig,
+        splits: Mapping[str, Sequence[Split]],
+        rank: int = 0,
+        ranks: int = 1,
+        whole: Collection[str] = (),
     ) -> StoreForm:
         """Return the form of the blocks of one rank.
 
@@ -84,6 +89,7 @@ class StoreForm:
             splits: how ranks share each part of a page, by layer, in the order of the model.
             rank: number of the rank, from 0.
             ranks: how many there are.
+            whole: layers that each rank has whole.
 
         Raises:
             ConfigError: so many ranks cannot share the pages.
@@ -99,7 +105,7 @@ class StoreForm:
                 of_kind.append({})
             kind = kinds[group_of[name]] = rules.index(rule)
             of_kind[kind][name] = parts
-        cut = [shares_of(of, rank, ranks) for of in of_kind]
+        cut = [shares_of(of, rank, ranks, whole) for of in of_kind]
         return cls(tuple(kinds), tuple(shares for shares, _ in cut), tuple(count for _, count in cut))
 
 
