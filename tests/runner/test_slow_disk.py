@@ -12,7 +12,7 @@ from runner_support import generated, greedy, loaded_model
 from test_disk import OPTIONS, OUTPUT, small_plan
 
 from hybridkv.runner import Engine
-from hybridkv.stores import DiskFolder, DiskStore
+from hybridkv.stores import BlockStore, DiskFolder
 from hybridkv.tiers import Way, price
 
 SLOW_S = 0.25
@@ -25,7 +25,7 @@ class SleepingDisk:
     disk: DiskFolder
     sleep_s: float = 0.0
     looks_up_at_once: bool = True
-    store: DiskStore = field(init=False)
+    store: BlockStore = field(init=False)
 
     def open(self, identity: bytes, block_bytes: Sequence[int]) -> "SleepingDisk":
         self.store = self.disk.open(identity, block_bytes)

@@ -242,7 +242,6 @@ def test_serve_command_second_signal_ends_at_once() -> None:
         (("--replicas", "2", "--kv-events", "tcp://127.0.0.1:0"), "--kv-events does not work with --replicas"),
         (("--replicas", "2", "--front-workers", "1"), "--front-workers does not work with --replicas"),
         (("--data-parallel-size", "2", "--requests", "tcp://127.0.0.1:0"), "--requests does not work with --replicas"),
-        (("--replicas", "2", "--disk", "folder"), "give --store file:///FOLDER"),
         (("--replicas", "0"), "--replicas"),
     ],
 )

@@ -221,6 +221,43 @@ def test_killed_replica_loses_its_requests_and_another_one_takes_its_place() -> 
     assert err == "replica 0 ended with status -9: another one takes its place\n"
 
 
+def test_disks_of_replicas_outlive_them_and_are_read_by_all(tmp_path: Path) -> None:
+    """Replica 0 writes two prompts, which its successor finds. Then each replica of three reads all."""
+    disk = ("--host-memory", "4MiB", "--disk", str(tmp_path), "--disk-memory", "8MiB")
+    prompts = [f"{name}: a text for a replica, of some blocks of its cache" for name in "abcd"]
+    with command(*TWO, *disk, model=SMALL) as (process, _, url):
+        said = [ask(url, prompt=one) for one in prompts]
+        assert [cached(one) for one in said] == [0] * 4
+        until(lambda: all(spilled(url).get(one, 0) >= 4 for one in "01"))  # prompts, and prompts with outputs
+        first, _ = children(process.pid)
+        os.kill(first, signal.SIGKILL)
+        until(lambda: first not in children(process.pid) and idle(url))
+        require_found(url, prompts, said)
+        assert counts(url, "request_success_total")["0"] == 2
+        process.send_signal(signal.SIGTERM)
+        assert ended(process)[0] == 0
+    with command("--replicas", "3", *disk, model=SMALL) as (process, _, url):
+        require_found(url, [prompts[at] for at in (1, 0, 3, 2)], [said[at] for at in (1, 0, 3, 2)])
+        process.send_signal(signal.SIGTERM)
+        assert ended(process)[0] == 0
+    folders = [tmp_path / f"replica-{place}" / "blocks" for place in range(3)]
+    assert sorted(tmp_path.glob("**/blocks")) == folders
+    assert all(one.stat().st_size <= 8 << 20 for one in folders)
+
+
+def spilled(url: str) -> dict[str, float]:
+    """The resume points that each replica has written to its disk."""
+    text = httpx2.get(f"{url}/metrics", timeout=WAIT).text
+    found = re.findall(r'cascade_jobs_total{.*replica="(\d)".*tier="STORAGE".*} (\S+)$', text, re.MULTILINE)
+    return {replica: float(value) for replica, value in found}
+
+
+def require_found(url: str, prompts: list[str], said: list[dict[str, Any]]) -> None:
+    again = [ask(url, prompt=one) for one in prompts]
+    assert [one["choices"][0]["text"] for one in again] == [one["choices"][0]["text"] for one in said]
+    assert [cached(one) for one in again] == [one["usage"]["prompt_tokens"] - 1 for one in again]
+
+
 def test_replicas_end_with_their_server() -> None:
     with command(*TWO, model=SMALL) as (process, _, url):
         replicas = children(process.pid)

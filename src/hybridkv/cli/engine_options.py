@@ -223,7 +223,7 @@ class TierOptions:
         show_default="none",
     )
     disk_memory: str | None = cache_option(
-        "Size of the disk store, reserved when it is made: 100GiB, or a number of bytes.",
+        "Size of the disk store, of each replica, reserved when it is made: 100GiB, or a number of bytes.",
         metavar="SIZE",
         show_default="none",
     )
@@ -234,8 +234,12 @@ class TierOptions:
         show_default="none",
     )
 
-    def behind(self) -> dict[str, Any]:
-        """Return the arguments of an engine.
+    def behind(self, place: int = 0, replicas: int = 1) -> dict[str, Any]:
+        """Return the arguments of an engine. Each replica has a folder of its own, and reads those of the others.
+
+        Args:
+            place: the place of the replica, from 0.
+            replicas: how many there are.
 
         Raises:
             ConfigError: an option lacks another one.
@@ -248,7 +252,9 @@ class TierOptions:
             raise ConfigError("--disk and --store cannot be used together: drop one of them")
         choice: StoreChoice | None = None
         if self.disk is not None and self.disk_memory is not None:
-            choice = DiskFolder(self.disk, self.disk_memory)
+            folders = [self.disk / f"replica-{number}" for number in range(replicas)] if replicas > 1 else [self.disk]
+            own = folders.pop(place)
+            choice = DiskFolder(own, self.disk_memory, tuple(folders))
         elif self.store is not None:
             choice = StoreUrl(self.store)
         if choice is not None and self.host_memory is None:

@@ -93,6 +93,7 @@ def serve_command(
         default=1,
     ),
     replica_link: Annotated[int | None, typer.Option(hidden=True)] = None,
+    replica_place: Annotated[int, typer.Option(hidden=True)] = 0,
     host: str = run_option("Address or name to listen on.", default="127.0.0.1"),
     port: int = run_option("Port to listen on; 0 takes any free port.", min=0, max=_MOST_PORT, default=8000),
     served_model_name: str | None = request_option("Name of the model for clients.", show_default="that of --model"),
@@ -214,9 +215,7 @@ def serve_command(
         kv_events, kv_events_replay, kv_events_form, kv_events_medium or (), has_host=tiers.host_memory is not None
     )
     if many:
-        _require_replicable(
-            {"--kv-events": kv_events, "--front-workers": front_workers, "--requests": requests, "--disk": tiers.disk}
-        )
+        _require_replicable({"--kv-events": kv_events, "--front-workers": front_workers, "--requests": requests})
     # a port that is in use should be reported before a model is loaded
     sockets = [] if is_replica else listen_for(host, port, front_workers or 1)
     drafter = drafts.drafter(options, trust_remote_code=model.trust_remote_code) if drafts and not many else None
@@ -235,7 +234,7 @@ def serve_command(
                     options=options,
                     memory=memory,
                     max_model_len=max_model_len,
-                    **tiers.behind(),
+                    **tiers.behind(replica_place, replicas),
                     stored=stored.stored(),
                     speculate=drafter,
                     requests=publisher,
@@ -360,7 +359,6 @@ def _require_replicable(given: Mapping[str, object]) -> None:
         "--kv-events": "each replica publishes to this server's own router: leave it out, or start servers one by one",
         "--front-workers": "this server is the front of its replicas: leave it out",
         "--requests": "each replica would publish at the same endpoint: leave it out",
-        "--disk": "a disk store has one engine: give --store file:///FOLDER, which engines share",
     }
     for name, said in instead.items():
         if given.get(name):

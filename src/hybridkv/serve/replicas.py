@@ -174,7 +174,7 @@ class Replicas:
     """The Service of all replicas together, with its methods. Replicas run until the context ends.
 
     Args:
-        arguments: of the command that runs one replica; ``--replica-link`` and ``--kv-events`` are added.
+        arguments: of the command that runs one replica, which also gets a place, a link and an endpoint of events.
         number: how many replicas.
         folder: for the sockets of events.
 
@@ -207,7 +207,7 @@ class Replicas:
         endpoint = f"ipc://{self._folder}/{next(self._starts)}"
         ours, theirs = socket.socketpair()
         with theirs:
-            more = ("--replica-link", str(theirs.fileno()), "--kv-events", endpoint)
+            more = ("--replica-link", str(theirs.fileno()), "--replica-place", str(place), "--kv-events", endpoint)
             self._processes[place] = process = subprocess.Popen(  # noqa: S603 - this command
                 [sys.executable, "-m", "hybridkv", *self._arguments, *more],
                 stdin=subprocess.DEVNULL,

@@ -1,7 +1,8 @@
 """Stores: blocks by key outside of an engine's memory.
 
 BlockStore    the protocol: exists, get and put of many keys
-DiskStore     in one file on a disk, which survives its process; another process reads it as a DiskView
+DiskStore     in one file on a disk, which survives its process; others read it as a DiskView
+DiskFolders   one folder that is written, and those of other processes
 MemoryStore   in the memory of the process
 SharedStore   on Redis, Valkey, Mooncake, or a file system of fsspec; ``open_store`` takes its URL
 StoreStack    several stores as one, the fastest first

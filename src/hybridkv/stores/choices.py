@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Protocol
 
-from hybridkv.arguments import check_types, text
+from hybridkv.arguments import check_types, each, text
 from hybridkv.errors import ConfigError
 from hybridkv.stores.disk import DiskStore
+from hybridkv.stores.disk_folders import DiskFolders
+from hybridkv.stores.disk_view import DiskView
 from hybridkv.stores.shared import SharedStore
 from hybridkv.stores.store import BlockStore
 from hybridkv.stores.url import open_store
@@ -59,7 +62,8 @@ class DiskFolder:
     Attributes:
         path: A folder, which is made if it is missing. One engine at a time uses it.
         memory: Most bytes of its file, or a size like ``"100GiB"``. All of them are reserved.
-        looks_up_at_once: True: its index is in memory.
+        others: Folders of other engines of this machine, with as much memory each. They are only read.
+        looks_up_at_once: Whether its index is in memory, as it is without others.
 
     Raises:
         ConfigError: ``memory`` is no size.
@@ -67,16 +71,17 @@ class DiskFolder:
 
     path: Annotated[str | Path, _path]
     memory: Annotated[str | int, _size]
+    others: Annotated[tuple[str | Path, ...], each(_path)] = ()
 
     def __post_init__(self) -> None:
         check_types(self)
 
     @property
     def looks_up_at_once(self) -> bool:
-        """True: its index is in memory."""
-        return True
+        """Whether its index is in memory, as it is without others."""
+        return not self.others
 
-    def open(self, identity: bytes, block_bytes: Sequence[int]) -> DiskStore:
+    def open(self, identity: bytes, block_bytes: Sequence[int]) -> BlockStore:
         """Open the store.
 
         Args:
@@ -86,7 +91,10 @@ class DiskFolder:
         Raises:
             ConfigError: As DiskStore.
         """
-        return DiskStore(self.path, parse_bytes(self.memory), identity, block_bytes)
+        size = parse_bytes(self.memory)
+        own = DiskStore(self.path, size, identity, block_bytes)
+        views = [partial(DiskView, one, size, identity, block_bytes) for one in self.others]
+        return DiskFolders(own, views) if views else own
 
 
 def _url(name: str, value: object) -> str:

@@ -100,7 +100,10 @@ class DiskView:
         wanted = [(number, self._entries.get(key), buffers[number]) for number, key in enumerate(keys)]
         pieces = [Piece(at, one.place, data) for at, one, data in wanted if one is not None and one.length == len(data)]
         for number in self._file.read(pieces):
-            found[number] = self._file.checksum(buffers[number]) == self._entries[keys[number]].checksum
+            entry = wanted[number][1]
+            found[number] = entry is not None and self._file.checksum(buffers[number]) == entry.checksum
+            if not found[number]:  # damaged or replaced: unknown until its record changes
+                self._entries.pop(keys[number], None)
         return found
 
     def put(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> list[bool]:

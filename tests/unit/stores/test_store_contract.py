@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import fsspec
@@ -10,6 +11,8 @@ from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
 
 from disk_blocks import IDENTITY
 from hybridkv.stores import DiskStore, MemoryStore, SharedStore, open_store
+from hybridkv.stores.disk_folders import DiskFolders
+from hybridkv.stores.disk_view import DiskView
 from hybridkv.stores.folder_client import FolderClient
 from resp_server import RespServer
 from store_contract import CONTRACT, Kept
@@ -38,6 +41,19 @@ def disk(folder: Path) -> Kept:
         flip_in_file(folder / "blocks", stores[-1]._geometry.block_offset(entry.place) + entry.length // 2)
 
     return Kept(opened, flip, is_shared=False)
+
+
+def folders(folder: Path) -> Kept:
+    """A disk, and the folder of another engine that has not begun."""
+    plain = disk(folder / "own")
+    other = partial(DiskView, folder / "other", 64 * MiB, IDENTITY, [256, 8 * MiB])
+
+    def opened() -> DiskFolders:
+        own = plain.open()
+        assert isinstance(own, DiskStore)
+        return DiskFolders(own, [other])
+
+    return replace(plain, open=opened)
 
 
 def memory(_: Path) -> Kept:
@@ -109,6 +125,6 @@ def test_store_on_redis_keeps_the_contract(server: RespServer, check: Callable[[
 
 
 @pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("kind", [disk, memory, files, objects, remote_objects])
+@pytest.mark.parametrize("kind", [disk, folders, memory, files, objects, remote_objects])
 def test_store_keeps_the_contract(tmp_path: Path, kind: Callable[[Path], Kept], check: Callable[[Kept], None]) -> None:
     check(kind(tmp_path))
