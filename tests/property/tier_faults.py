@@ -7,14 +7,14 @@ which a second check protects the content.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from tier_runs import Run
+from tier_runs import ENCODERS, RINGS, SLABS, Run
 
 from hybridkv.cache import KVCacheManager
 from hybridkv.cache.engine_side import EngineSide
@@ -22,6 +22,7 @@ from hybridkv.extra_keys import ExtraKeys
 from hybridkv.request import Request
 from hybridkv.schedule import Scheduler
 from hybridkv.schedule.admission import AdmissionControl
+from hybridkv.specs import Keeps
 from hybridkv.step import NO_TIER_COPIES, Int32, Step, TierCopies
 from hybridkv.testing.fake_tier import FakeTier
 from hybridkv.tiers import HostTier, Prefixes, StoreLookups
@@ -44,6 +45,7 @@ class Fault:
         stored: It needs a store behind the host.
         seeds: Runs that show it, to be tried first.
         failing: Probability that a step fails.
+        kinds: The models of its runs.
     """
 
     name: str
@@ -52,10 +54,11 @@ class Fault:
     stored: bool = False
     seeds: tuple[int, ...] = ()
     failing: float = 0.03
+    kinds: Any = field(default_factory=lambda: SLABS)
 
     def run(self, seed: int, steps: int = 150) -> None:
         """Make one random run."""
-        run = Run(seed, stored=self.stored)
+        run = Run(seed, stored=self.stored, kinds=self.kinds)
         run.failing = self.failing
         run.run(steps)
 
@@ -269,6 +272,48 @@ def null_block(patch: pytest.MonkeyPatch) -> None:
         return group, block, keys
 
     patch.setattr(StoreBehind, "_named", of)
+
+
+def _leaves_out(patch: pytest.MonkeyPatch, kept: Keeps) -> None:
+    """Leave the blocks of some groups out of transfers between the managers."""
+    copies = host_module._copies
+
+    def of(route: Any, *more: Any) -> NDArray[np.int32]:  # noqa: ANN401
+        made = copies(route, *more)
+        groups = [number for number, group in enumerate(route.target.config.groups) if group.spec.keeps is kept]
+        return made[:, ~np.isin(made[0], groups)]
+
+    patch.setattr(host_module, "_copies", of)
+
+
+@fault("the raw keys of a ring stay behind", kinds=RINGS)
+def rings_left_out(patch: pytest.MonkeyPatch) -> None:
+    _leaves_out(patch, Keeps.RING)
+
+
+@fault("the output of an encoder stays behind", kinds=ENCODERS)
+def encoded_left_out(patch: pytest.MonkeyPatch) -> None:
+    _leaves_out(patch, Keeps.ENCODER)
+
+
+@fault("the output of an encoder can be read before it has arrived", kinds=ENCODERS)
+def encoded_too_early(patch: pytest.MonkeyPatch) -> None:
+    begin = EngineSide.begin_load
+
+    def of(self: EngineSide, request: Request, *more: Any) -> Any:  # noqa: ANN401
+        begun = begin(self, request, *more)
+        if begun is not None:
+            self._publisher.publish_encoded(request)
+        return begun
+
+    patch.setattr(EngineSide, "begin_load", of)
+
+
+@fault("the output of an encoder is found under its length, whatever the encoder read", kinds=ENCODERS)
+def encoded_by_length(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        Request, "encoder_keys", lambda self, size: [bytes([at]) for at in range(-(-self.num_encoder_tokens // size))]
+    )
 
 
 @fault("keys do not contain the tenant")

@@ -5,7 +5,7 @@ store got whole is not found, if nothing runs while a request could, or if reque
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -20,6 +20,7 @@ from hybridkv.cache.placement import EndsPlacement
 from hybridkv.errors import CapacityError
 from hybridkv.eviction import EVERYBODY, TenantShares
 from hybridkv.eviction.choice import HAZARD
+from hybridkv.extra_keys import EncoderInput
 from hybridkv.planner import KVCacheConfig
 from hybridkv.request import Hints, Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits, Wait, WaitReason
@@ -28,7 +29,16 @@ from hybridkv.step import Step
 from hybridkv.stores import MemoryStore
 from hybridkv.stores.marks import tails_of
 from hybridkv.testing import ContentError, FakeWorker, TierFaults, digest_model
-from hybridkv.testing.configs import chunk_spec, full_spec, natural_model_config, state_spec, window_spec
+from hybridkv.testing.configs import (
+    chunk_spec,
+    cross_spec,
+    full_spec,
+    natural_model_config,
+    rate_spec,
+    ring_spec,
+    state_spec,
+    window_spec,
+)
 from hybridkv.testing.fake_tier import FakeTier
 from hybridkv.tiers import HostTier, Prefixes, StoreLookups, TierLimits, parts_of
 from hybridkv.tiers.carriers import Way
@@ -41,9 +51,20 @@ SLABS: dict[Callable[[int], Specs], tuple[tuple[int, ...], ...]] = {
     lambda drafts: (full_spec(4), state_spec(4, drafts)): ((4, 1), (3, 2)),
     lambda drafts: (full_spec(4), state_spec(4, drafts), window_spec(2, 5)): ((4, 1, 2), (5, 1, 3)),
 }
+RINGS: dict[Callable[[int], Specs], tuple[tuple[int, ...], ...]] = {
+    lambda drafts: (full_spec(4), rate_spec(8, 4), ring_spec(4 + drafts, 4)): ((2, 1, 1), (3, 2, 1)),
+    lambda drafts: (rate_spec(8, 4), state_spec(4, drafts), ring_spec(8 + drafts, 4)): ((2, 2, 1),),
+}
+ENCODERS: dict[Callable[[int], Specs], tuple[tuple[int, ...], ...]] = {
+    lambda _drafts: (full_spec(4), cross_spec(2), cross_spec(4)): ((2, 1, 1), (1, 2, 1)),
+    lambda drafts: (full_spec(4), state_spec(4, drafts), cross_spec(2)): ((2, 1, 1), (3, 1, 2)),
+}
 """Blocks in a slab, for each kind of model."""
 
 HINTS = (*[None] * 6, Hints(ttl_s=5), Hints(ttl_s=100, demote=True), Hints(demote=True), Hints(prefetch=True))
+
+ENCODED = (EncoderInput("short", 3), EncoderInput("long", 9))
+"""Inputs of encoders."""
 
 VOCABULARY, LONGEST, CHATS, MAX_LEN = 4, 36, 3, 48
 
@@ -77,7 +98,7 @@ class Run:
 
     With ``stored``, a store lies behind the host, and the process ends and starts again now and then, perhaps with
     other weights. ``shares`` are those of tenants, on the device and on the host. ``timed`` transfers say how long they
-    took, at random, so that some prefixes are computed instead.
+    took, at random, so that some prefixes are computed instead. ``kinds`` are the models to choose from.
     """
 
     def __init__(
@@ -88,13 +109,14 @@ class Run:
         hinted: bool = False,
         shares: TenantShares = EVERYBODY,
         timed: bool = False,
+        kinds: Mapping[Callable[[int], Specs], tuple[tuple[int, ...], ...]] = SLABS,
     ) -> None:
         self.random = random = Random(seed)
         self.now = 0.0
         self.in_flight, drafts = random.choice((1, 1, 2)), random.choice((0, 0, 2))
         limits = SchedulerLimits(random.choice((1, 2, 4)), 16, self.in_flight, num_speculative_tokens=drafts)
-        kind = random.choice(list(SLABS))
-        specs, blocks_per_slab = kind(drafts), random.choice(SLABS[kind])
+        kind = random.choice(list(kinds))
+        specs, blocks_per_slab = kind(drafts), random.choice(kinds[kind])
         device = self.smallest(limits, specs, blocks_per_slab)
         host = natural_model_config(random.choice((1, 2, 5)) * device.num_blocks, specs, blocks_per_slab)
         self.device, self.host, self.limits = device, host, limits
@@ -182,9 +204,10 @@ class Run:
         for slabs in range(4, 80):
             config = natural_model_config(slabs + self.random.randint(0, 3), specs, blocks_per_slab)
             scheduler = Scheduler(KVCacheManager(config, MAX_LEN), limits)
+            heard = ENCODED[-1] if scheduler.cache.bounds.reads_encoder else None
             with suppress(CapacityError):
-                longest = [0] * (LONGEST + 6)
-                scheduler.add(Request("r", longest, SamplingParams(max_tokens=6), hasher=scheduler.cache.hasher))
+                longest, sampling = [0] * (LONGEST + 6), SamplingParams(max_tokens=6)
+                scheduler.add(Request("r", longest, sampling, hasher=scheduler.cache.hasher, encoder=heard))
                 return config
         raise AssertionError("no config is large enough")
 
@@ -197,8 +220,11 @@ class Run:
             self.chats[chat] = self.some_tokens(12)
         sampling = SamplingParams(max_tokens=random.randint(1, 6))
         salt = random.choice((None, None, None, "a"))
+        heard = random.choice((None, *ENCODED)) if self.cache.bounds.reads_encoder else None
         hints, hasher = random.choice(HINTS) if self.hinted else None, self.cache.hasher
-        asked = Request(f"r{self.added}", self.chats[chat], sampling, hasher=hasher, cache_salt=salt, hints=hints)
+        asked = Request(
+            f"r{self.added}", self.chats[chat], sampling, hasher=hasher, cache_salt=salt, hints=hints, encoder=heard
+        )
         self.worker.heard[asked.request_id] = f"{self.identity} {salt}"
         self.scheduler.add(asked)
         self.chats[chat] = self.chats[chat] + self.some_tokens(6)

@@ -4,11 +4,12 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from listening import sound
 from runner_support import REPRESENTATIVE, generated, greedy, loaded_model
 
-from hybridkv.errors import CapacityError, ConfigError, UnsupportedModelError
+from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.planner import Plan
-from hybridkv.runner import Engine, EngineOptions, LoadedModel, Stored, plan_for
+from hybridkv.runner import TINY_ENCODER_DECODERS, Engine, EngineOptions, LoadedModel, Stored, plan_for
 from hybridkv.tiers import HostTierStatistics
 
 OUTPUT, ROUNDS = 6, 3
@@ -55,6 +56,25 @@ def test_engine_with_host_memory_gives_the_same_tokens(name: str, in_flight: int
     assert more_hits > hits
 
 
+@pytest.mark.parametrize("name", TINY_ENCODER_DECODERS)
+def test_encoder_decoder_with_host_memory_gives_the_same_tokens_and_encodes_less(name: str) -> None:
+    loaded, prompts = loaded_model(name), chats(24, 1)
+    sounds = [sound(name, number % 12) for number in range(len(prompts))]
+    plan, chosen = small_plan(loaded, prompts, Stored()), EngineOptions(max_running=2, self_check=False)
+    made, encoded = list[list[tuple[int, ...]]](), list[int]()
+    for host_memory in (None, "32MiB"):
+        with Engine(loaded, plan, chosen, host_memory=host_memory) as engine:
+            rounds = [engine.generate(prompts, greedy(OUTPUT), encoders=sounds) for _ in range(ROUNDS)]
+            engine.scheduler.check()
+            assert engine.runner.cross is not None
+            encoded.append(engine.runner.cross.encoded)
+        made.append([one.token_ids for done in rounds for one in done])
+    assert made[0] == made[1]
+    assert engine.tier is not None
+    assert engine.tier.statistics().loads > 0
+    assert encoded[1] < encoded[0]
+
+
 def test_reset_forgets_prefixes_on_the_host_too() -> None:
     """After new weights, say: what the old ones computed must not come up."""
     loaded, prompts = loaded_model("llama"), chats(6, 3)
@@ -84,11 +104,9 @@ def test_quantized_pages_come_up_as_they_went_down() -> None:
 
 
 def test_host_memory_that_cannot_work_is_rejected_by_name() -> None:
-    llama, t5 = loaded_model("llama"), loaded_model("t5")
+    llama = loaded_model("llama")
     with pytest.raises(CapacityError, match="too small for a tier"):
         Engine(llama, memory="1MiB", max_model_len=64, host_memory=1)
-    with pytest.raises(UnsupportedModelError, match="the output of an encoder: leave the host memory out"):
-        Engine(t5, memory="1MiB", max_model_len=64, host_memory="1MiB")
     with pytest.raises(ConfigError, match="a host tier needs prefix caching"):
         Engine(llama, memory="1MiB", max_model_len=64, host_memory="1MiB", options=EngineOptions(prefix_caching=False))
     with pytest.raises(ConfigError, match="a tier of the reference layout cannot be planned"):

@@ -199,6 +199,7 @@ class Slots:
             self.free(request.request_id)
             return 0
         self._publisher.begin(request, arrived)
+        self._publisher.publish_encoded(request)
         self._checkpoints.go_on(request, arrived)
         self._publisher.publish_computed(request, arrived, written=True)
         self._pool.advance_epoch()

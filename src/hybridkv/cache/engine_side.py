@@ -12,6 +12,7 @@ from hybridkv.arguments import instance, instances, integer
 from hybridkv.cache.assembly import CacheParts
 from hybridkv.cache.holds import BlockLock
 from hybridkv.cache.lookup import Hit, KVCacheBlocks
+from hybridkv.cache.plan import Refusal, SlotDemand
 from hybridkv.cache.policies import BlockHits, PositionHits, StateHits, TokenHits, UnitStateHits
 from hybridkv.cache.residents import id_of, one_a_row
 from hybridkv.errors import CacheError, ConfigError
@@ -19,6 +20,7 @@ from hybridkv.request import Request
 from hybridkv.specs import RequestLimits
 from hybridkv.units import MOST_COUNT
 
+Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
 
@@ -31,6 +33,7 @@ class ResumeRule(NamedTuple):
         first_needed: Returns the first token whose block is needed after so many tokens; that many for none.
         reads_all: It is always token 0.
         is_state: The state after the last token is needed, and no block of tokens.
+        empty: A ring is empty, and not needed, after multiples of so many tokens; 0: it is no ring.
     """
 
     group: int
@@ -38,6 +41,7 @@ class ResumeRule(NamedTuple):
     first_needed: Callable[[int], int]
     reads_all: bool
     is_state: bool
+    empty: int = 0
 
 
 class EngineSide:
@@ -60,6 +64,7 @@ class EngineSide:
                 group.policy.hits.first_needed,
                 reads_all=group.policy.hits.downward_closed,
                 is_state=isinstance(group.policy.hits, PositionHits | StateHits | UnitStateHits),
+                empty=group.kind.pools,
             )
             for group in self._groups
             if isinstance(group.policy.hits, TokenHits | BlockHits | PositionHits | StateHits | UnitStateHits)
@@ -266,6 +271,45 @@ class EngineSide:
     def resident_requests(self) -> tuple[Request, ...]:
         """Return the requests that hold blocks."""
         return tuple(self._residents)
+
+    def encoder_blocks(self, request: Request) -> dict[int, Int32]:
+        """Return the cached blocks of the output of a request's encoder, by group. O(blocks).
+
+        It is empty unless every group of cross attention has all of them, and if the request reads no cache.
+
+        Args:
+            request: The request.
+        """
+        if request.encoder is None or request.skip_reading_prefix_cache:
+            return {}
+        found = {one.number: one.encoded(request) for one in self._groups if one.kind.by_digest}
+        return found if all(map(len, found.values())) else {}
+
+    def begin_load(self, request: Request, hit: Hit, tokens: int, encoder_tokens: int = 0) -> KVCacheBlocks | None:
+        """Take blocks for a prefix that a transfer brings whole: with rings, and with the output of the encoder.
+
+        The request computes nothing, and its blocks neither move nor can be hit, until ``finish_load``.
+
+        Args:
+            request: A request that holds no blocks.
+            hit: What the cache has of the prefix.
+            tokens: Tokens of the prefix, above those of the hit.
+            encoder_tokens: Tokens of the encoder's output, if it is in this cache or the transfer brings it.
+
+        Returns:
+            The new columns of each group, or ``None`` if they do not fit.
+
+        Raises:
+            ConfigError: As ``plan_slots``.
+            CacheError: As ``plan_slots``.
+        """
+        self._residents.refuse_stranger(instance("request", request, Request))
+        end = integer("tokens", tokens, 1, MOST_COUNT)
+        encoded = integer("encoder_tokens", encoder_tokens, 0, MOST_COUNT)
+        known = self._lookup.handed_over(request, instance("hit", hit, Hit), hit.tokens)
+        wanted = SlotDemand(0, known, end - hit.tokens, 0, delayed=True, encoder_tokens=encoded, brings_all=True)
+        new = self._slots.allocate_one(request, wanted)
+        return None if isinstance(new, Refusal) else KVCacheBlocks(new, self._pool)
 
     def finish_load(self, request: Request, num_computed_tokens: int | None = None) -> int:
         """Note that the transfer for a request is over.

@@ -219,6 +219,8 @@ class Loads:
         if there % self.whole:
             return 0  # the ring of the hit was not copied, because the whole load would have emptied it
         for group in self._groups:
+            if group.kind.by_digest and group.rows.count.item(request.row) > group.published.item(request.row):
+                return 0  # an output of the encoder that did not arrive whole
             read = slice(group.unread(there), group.policy.columns(there))
             if group.states is not None or not group.rows.ids(request.row)[read].all():
                 return 0  # the loaded state would have followed all tokens

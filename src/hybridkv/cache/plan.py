@@ -128,7 +128,10 @@ class Admission(NamedTuple):
 
 
 class SlotDemand(NamedTuple):
-    """The arguments of ``allocate_slots``, checked."""
+    """The arguments of ``allocate_slots``, checked.
+
+    ``brings_all``: rings and the encoder's output are loaded with the external tokens.
+    """
 
     new_tokens: int
     hit: Hit
@@ -136,6 +139,7 @@ class SlotDemand(NamedTuple):
     lookahead_tokens: int = 0
     delayed: bool = False
     encoder_tokens: int = 0
+    brings_all: bool = False
 
 
 class BatchSlots(NamedTuple):
@@ -293,7 +297,7 @@ class SlotPlanner:
         if not wanted.external_tokens:
             return sources
         loaded, whole = wanted.hit.tokens + wanted.external_tokens, self.loads.whole
-        if loaded % whole:
+        if loaded % whole and not wanted.brings_all:
             raise ConfigError(
                 f"external tokens up to {loaded} end inside a state of {whole} tokens (tokens_per_state): load up to "
                 f"{loaded // whole * whole}"
@@ -340,7 +344,7 @@ def _check_load(request: Request, wanted: SlotDemand, *, replays: bool) -> None:
             f"{name!r} computes no token while its external tokens are loaded: pass delay_cache_blocks=True, and call "
             "finish_load when they have arrived"
         )
-    if wanted.encoder_tokens:
+    if wanted.encoder_tokens and not wanted.brings_all:
         raise ConfigError(f"the encoder of {name!r} does not run while its tokens are loaded: compute a token with it")
     if wanted.hit.tokens + wanted.external_tokens >= request.num_tokens:
         raise ConfigError(

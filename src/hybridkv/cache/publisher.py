@@ -171,6 +171,14 @@ class Publisher:
             self._publish_columns(group, request, columns, decided, written=written)
         self._pool.advance_epoch()
 
+    def publish_encoded(self, request: Request) -> None:
+        """Publish the output of the encoder, which was loaded into the blocks of ``request``."""
+        writes = self.publishes and request.writes_prefix_cache and request.encoder is not None
+        for group in self._groups if writes else ():
+            held = group.rows.each_count[request.row] if group.kind.by_digest else 0
+            if held > group.each_published[request.row]:
+                self._publish_columns(group, request, np.arange(held), held, written=True)
+
     def publish_accepted(self, request: Request) -> None:
         """Publish the blocks that accepted drafts of ``request`` fill.
 

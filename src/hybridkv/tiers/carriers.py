@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from hybridkv.cache import Hit, KVCacheManager
 from hybridkv.errors import CacheError
 from hybridkv.request import Request
+from hybridkv.specs import Keeps
 
 Int32 = NDArray[np.int32]
 NO_COLUMNS: Final = np.empty(0, np.int32)
@@ -160,19 +161,21 @@ class Carriers:
         Returns:
             The number of the transfer and the blocks of the carrier, int32[columns] for each group. ``None`` if the
             target has no room, or if a block would stay without content: a window may keep more tokens than a hit
-            brings (``retained``).
+            brings (``retained``). An empty ring has no content.
 
         Raises:
             CacheError: The target has fewer columns than are written.
         """
         target, carrier, tokens, had = wanted
-        new = target.allocate_slots(
-            carrier, 0, had.tokens, had, delay_cache_blocks=True, num_external_computed_tokens=tokens - had.tokens
-        )
-        if new is None:
+        keeps = [group.spec.keeps for group in target.config.groups]
+        brings = any(len(at) for at, kept in zip(columns, keeps, strict=True) if kept is Keeps.ENCODER)
+        encoded = carrier.num_encoder_tokens if brings or target.engine.encoder_blocks(carrier) else 0
+        if target.engine.begin_load(carrier, had, tokens, encoded) is None:
             return None
         held, shared = target.get_blocks(carrier.request_id).ids, target.engine.blocks_of(had).ids
         for group, (to, at, ids) in enumerate(zip(held, columns, shared, strict=True)):
+            if not len(at) and keeps[group] in {Keeps.RING, Keeps.ENCODER}:
+                continue  # the ring is empty there, and the encoder's output is shared
             if len(at) and at[-1] >= len(to):
                 raise CacheError(
                     f"group {group} of a transfer has no blocks for columns {at.tolist()} of {to.tolist()}"

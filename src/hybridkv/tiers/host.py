@@ -25,9 +25,8 @@ from numpy.typing import NDArray
 
 from hybridkv.arguments import instance
 from hybridkv.cache import AllBlocksCleared, EventsDropped, Hit, KVCacheEvent, KVCacheManager
-from hybridkv.errors import CacheError, ConfigError, UnsupportedModelError, WorkerError
+from hybridkv.errors import CacheError, ConfigError, WorkerError
 from hybridkv.request import Request
-from hybridkv.specs import Keeps
 from hybridkv.step import NO_TIER_COPIES, Copy, Step, StepResult, StoreTransfer, TierCopies
 from hybridkv.tiers.behind import StoreBehind
 from hybridkv.tiers.carriers import Carried, Carriers, Wanted, Way
@@ -177,7 +176,6 @@ class HostTier:
 
     Raises:
         ConfigError: The two managers do not fit each other, or caching is off.
-        UnsupportedModelError: A group keeps raw keys of compressors, or the output of an encoder.
     """
 
     def __init__(
@@ -308,7 +306,7 @@ class HostTier:
             self._demote(carrier, tokens)
             return
         found = self.device.find_hit(carrier)
-        route = _Route(self.device, found, self.host, have)
+        route = _Route.of(carrier, (self.device, found), (self.host, have))
         if found.tokens == tokens and not self._begin(Way.STORE, route, carrier):
             self._counts["stores_refused"] += 1
 
@@ -353,9 +351,10 @@ class HostTier:
             return coming.waits_for_it is not None and not self._carriers.is_late(coming)
         carrier = request.prefix(f"load {self._carriers.number()}", have.tokens + 1)
         carrier.first_hit_tokens = 0  # the request itself is counted when it begins
-        route = _Route(self.host, have, self.device, self.device.find_hit(carrier))
-        size = self._carriers.bytes_of(route.columns())
-        waits = self.prices.is_faster(have.tokens - route.had.tokens, size, Way.LOAD)
+        route = _Route.of(carrier, (self.host, have), (self.device, self.device.find_hit(carrier)))
+        size, spared = self._carriers.bytes_of(route.columns()), have.tokens - route.had.tokens
+        spared += request.num_encoder_tokens if route.encoded and not route.had_encoded else 0
+        waits = self.prices.is_faster(spared, size, Way.LOAD)
         if not waits and not self.prices.of[Way.LOAD].retries(self._carriers.now):
             return self._need_not_wait(name)
         loading = self._carriers.count(Way.LOAD)
@@ -580,24 +579,35 @@ class _Route(NamedTuple):
         found: The hit there.
         target: The manager that gets them.
         had: What it already has of them.
+        encoded: By group, the source's blocks of the encoder's output; empty without it.
+        had_encoded: Those of the target.
     """
 
     source: KVCacheManager
     found: Hit
     target: KVCacheManager
     had: Hit
+    encoded: dict[int, Int32]
+    had_encoded: dict[int, Int32]
+
+    @classmethod
+    def of(cls, carrier: Request, source: tuple[KVCacheManager, Hit], target: tuple[KVCacheManager, Hit]) -> _Route:
+        """Return the way of a carrier between two managers, each with its hit."""
+        encoded, had_encoded = (manager.engine.encoder_blocks(carrier) for manager, _ in (source, target))
+        return cls(*source, *target, encoded, had_encoded)
 
     def blocks(self) -> list[Int32]:
         """Return the blocks of the source by group and column, 0 for null columns; the last one is copied in part."""
         of = self.source.engine.blocks_of(self.found)
-        return [np.append(ids, np.int32(last)) for ids, last in zip(of.ids, of.sources, strict=True)]
+        blocks = [np.append(ids, np.int32(last)) for ids, last in zip(of.ids, of.sources, strict=True)]
+        return [self.encoded.get(group, ids) for group, ids in enumerate(blocks)]
 
     def columns(self) -> list[Int32]:
         """Return the columns to copy of each group: those that the source has, and the target does not share."""
         had = self.target.engine.blocks_of(self.had).ids
         columns = []
-        for ids, shared in zip(self.blocks(), had, strict=True):
-            wanted = ids != 0
+        for group, (ids, shared) in enumerate(zip(self.blocks(), had, strict=True)):
+            wanted = (ids != 0) & (group not in self.had_encoded)
             wanted[: len(shared)] &= shared == 0
             columns.append(wanted.nonzero()[0].astype(np.int32))
         return columns
@@ -638,8 +648,4 @@ def _require_alike(device: KVCacheManager, host: KVCacheManager) -> int:
     sizes, other = ([one.block_bytes_of(group) for group in range(len(one.groups))] for one in (mine, theirs))
     if mine.groups != theirs.groups or sizes != other or (mine.slabs is None) != (theirs.slabs is None):
         raise ConfigError("the host's blocks differ from the device's: make its plan with planner.tier_plan")
-    for number, group in enumerate(mine.groups):
-        if group.spec.keeps in {Keeps.RING, Keeps.ENCODER}:
-            what = "raw keys of a compressor" if group.spec.keeps is Keeps.RING else "the output of an encoder"
-            raise UnsupportedModelError(f"a host tier cannot hold group {number}, {what}: leave the host memory out")
     return device.hasher.block_size

@@ -87,6 +87,7 @@ class Part:
         first_needed: Returns the first token that must be there to resume after so many tokens; that many for none.
         reads_all: It is always token 0.
         is_state: One block instead: the state after exactly the last token.
+        empty: A ring: no block after multiples of so many tokens; 0 for other groups.
         shares: Entries of a block in the store.
     """
 
@@ -96,16 +97,17 @@ class Part:
     first_needed: Callable[[int], int]
     reads_all: bool = False
     is_state: bool = False
+    empty: int = 0
     shares: int = 1
 
     def columns(self, tokens: int) -> range:
-        """Return the columns that are needed to resume after some tokens; ``range(1)`` for a state.
+        """Return the columns that are needed to resume after some tokens; ``range(1)`` for a state, or a ring.
 
         Args:
             tokens: How many.
         """
         if self.is_state:
-            return range(1)
+            return range(int(not (self.empty and tokens % self.empty == 0)))
         first = self.first_needed(tokens)
         return range(first // self.block_size, -(-tokens // self.block_size) if first < tokens else 0)
 

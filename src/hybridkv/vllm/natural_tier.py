@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from hybridkv.cache import CacheOptions, KVCacheManager, Medium
-from hybridkv.errors import ConfigError
+from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.planner import KVCacheConfig, Plan, tier_plan
+from hybridkv.specs import Keeps
 from hybridkv.step import Cells, Csr, Step
 from hybridkv.stores import BlockStore
 from hybridkv.stores.marks import entry_sizes
@@ -80,6 +81,13 @@ def host_tier(
         CapacityError: The memory is too small.
         UnsupportedModelError: A layer keeps something that a tier cannot hold.
     """
+    for number, group in enumerate(device.config.groups):
+        if group.spec.keeps in {
+            Keeps.RING,
+            Keeps.ENCODER,
+        }:  # vLLM's requests name no encoder input, and no test has rings
+            what = "raw keys of a compressor" if group.spec.keeps is Keeps.RING else "the output of an encoder"
+            raise UnsupportedModelError(f"TierConnector cannot hold group {number}, {what}: leave the connector out")
     options = CacheOptions(eviction=device.eviction, medium=Medium.CPU)
     events = device.block_pool.journal.reports_events
     held = tier_plan(made, host_bytes)

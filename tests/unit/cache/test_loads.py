@@ -8,9 +8,20 @@ from hybridkv import KVCacheManager, Request
 from hybridkv.cache import Admission, BlockStored, Refusal
 from hybridkv.errors import BlockError, CacheError, ConfigError
 from hybridkv.eviction import eviction_named
+from hybridkv.extra_keys import EncoderInput
 from hybridkv.planner import KVCacheConfig
 from hybridkv.specs import RequestLimits
-from hybridkv.testing.configs import chunk_spec, full_spec, model_config, natural_model_config, state_spec, window_spec
+from hybridkv.testing.configs import (
+    chunk_spec,
+    cross_spec,
+    full_spec,
+    model_config,
+    natural_model_config,
+    rate_spec,
+    ring_spec,
+    state_spec,
+    window_spec,
+)
 
 REFERENCE = {
     "full": model_config(40, (full_spec(4),)),
@@ -296,4 +307,43 @@ def test_partial_load_never_resumes_inside_shared_blocks(config: KVCacheConfig, 
     mine = [set(ids[went_on // 4 :]) for ids in cache.get_block_ids(one.request_id)]
     assert not any(ids & held for ids in mine), "it would write where another reads"
     assert cache.allocate_slots(one, 21 - went_on) is not None
+    cache.check()
+
+
+# -- prefixes that a transfer brings whole
+
+
+def test_load_of_a_whole_prefix_ends_inside_a_ring() -> None:
+    cache = made(natural_model_config(40, (full_spec(4), rate_spec(8, 4), ring_spec(4, 4)), [2, 1, 1]))
+    one = request(cache)
+    with pytest.raises(ConfigError, match="external tokens up to 18 end inside a state"):
+        cache.allocate_slots(one, 0, delay_cache_blocks=True, num_external_computed_tokens=18)
+    assert cache.engine.begin_load(one, cache.find_hit(one), 18) is not None
+    assert cache.engine.finish_load(one) == 18
+    cache.keep_resume_point(one)
+    cache.free(one)
+    hit = cache.find_hit(request(cache, "look", 19))
+    assert hit.tokens == 18
+    assert hit.sources[2]  # the ring that was loaded
+    cache.check()
+
+
+def hearing(cache: KVCacheManager, name: str, digest: str = "speech") -> Request:
+    return Request(name, list(range(21)), hasher=cache.hasher, encoder=EncoderInput(digest, 10))
+
+
+@pytest.mark.parametrize("arrived", [None, 8])
+def test_output_of_an_encoder_is_found_once_it_was_loaded_whole(arrived: int | None) -> None:
+    cache = made(natural_model_config(40, (full_spec(4), cross_spec(4)), [2, 1]))
+    one = hearing(cache, "one")
+    with pytest.raises(ConfigError, match="the encoder of 'one' does not run while"):
+        cache.allocate_slots(one, 0, delay_cache_blocks=True, num_encoder_tokens=10, num_external_computed_tokens=16)
+    assert cache.engine.begin_load(one, cache.find_hit(one), 16, 10) is not None
+    held = cache.get_blocks("one").ids[1].tolist()
+    assert not cache.engine.encoder_blocks(hearing(cache, "look"))
+    assert cache.engine.finish_load(one, arrived) == (16 if arrived is None else 0)
+    cache.free(one)
+    found = cache.engine.encoder_blocks(hearing(cache, "look"))
+    assert {group: ids.tolist() for group, ids in found.items()} == ({1: held} if arrived is None else {})
+    assert not cache.engine.encoder_blocks(hearing(cache, "other", "music"))
     cache.check()

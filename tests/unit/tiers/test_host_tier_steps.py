@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hybridkv.errors import CacheError, ConfigError, UnsupportedModelError, WorkerError
+from hybridkv.errors import CacheError, ConfigError, WorkerError
 from hybridkv.eviction.choice import LRU
+from hybridkv.extra_keys import EncoderInput
 from hybridkv.request import Request
 from hybridkv.schedule import Scheduler, WaitReason
 from hybridkv.testing.configs import cross_spec, full_spec, ring_spec, state_spec, window_spec
@@ -48,6 +49,52 @@ def test_states_come_up_with_the_tokens_that_they_follow() -> None:
     assert groups.count(1) == 1
     run.run()
     assert run.hits["again"] == len(first) - 1 or run.hits["again"] == len(first)
+
+
+@pytest.mark.parametrize(("more", "rings"), [(6, 1), (8, 0)])
+def test_ring_comes_up_unless_it_is_empty(more: int, rings: int) -> None:
+    run = Driver(device=11, host=60, specs=(full_spec(BLOCK), ring_spec(8, 4)))
+    first = tokens(1, 4, more)  # it ends 2 or 0 tokens after a group of 4
+    run.served("first", first)
+    run.served("other", tokens(2, 6))
+    run.request("again", [*first, 3])
+    groups = run.step().loads.group.tolist()
+    assert groups.count(0) > 0
+    assert groups.count(1) == rings
+    run.run()
+    assert run.hits["again"] == len(first)
+
+
+def test_output_of_an_encoder_comes_up_with_its_prefix() -> None:
+    run = Driver(device=12, host=60, specs=(full_spec(BLOCK), cross_spec(BLOCK)))
+    heard, first = EncoderInput("speech", 40), tokens(1, 4)
+    run.served("first", first, encoder=heard)
+    run.served("other", tokens(2, 7), encoder=EncoderInput("music", 40))
+    run.request("again", [*first, 3], encoder=heard)
+    groups = run.step().loads.group.tolist()
+    assert groups.count(0) > 0
+    assert groups.count(1) == 3
+    step = run.step()
+    (new,) = step.new_rows
+    assert new.encoder is not None
+    assert not new.encoder.encodes
+    assert run.hits["again"] == len(first)
+    run.run()
+    run.request("music", [*first, 3], encoder=EncoderInput("music", 40))
+    run.run()
+    assert run.hits["music"] == 0
+
+
+def test_output_that_the_device_has_does_not_come_up_again() -> None:
+    run = Driver(device=12, host=60, specs=(full_spec(BLOCK), cross_spec(BLOCK)))
+    heard, first = EncoderInput("speech", 40), tokens(1, 4)
+    run.served("first", first, encoder=heard)
+    run.served("other", tokens(2, 6), encoder=heard)
+    run.request("again", [*first, 3], encoder=heard)
+    step = run.step()
+    assert set(step.loads.group.tolist()) == {0}
+    run.run()
+    assert run.hits["again"] > 0
 
 
 def test_what_the_device_has_does_not_come_up() -> None:
@@ -319,10 +366,6 @@ def test_managers_that_do_not_fit_are_rejected_by_name() -> None:
     for make, error, message in makes:
         with pytest.raises(error, match=message):
             make()
-    for spec, what in ((ring_spec(8, 4), "raw keys of a compressor"), (cross_spec(BLOCK), "the output of an encoder")):
-        ringed = manager(40, (full_spec(BLOCK), spec))
-        with pytest.raises(UnsupportedModelError, match=what):
-            HostTier(ringed, manager(40, (full_spec(BLOCK), spec), ringed))
 
 
 @pytest.mark.parametrize(
