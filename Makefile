@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-newest test-real bench-real bench-gpu bench-vllm bench-stores bench-guard native test-native test-all page-pictures docs check lint check-trace vllm-env vllm-nixl find-vllm test-vllm test-vllm-answers test-vllm-generate test-vllm-engine test-vllm-own clients-env test-clients test-stores tiers-demo test-routers routers-demo clean
+.PHONY: demo test test-newest test-real bench-real bench-gpu bench-vllm bench-stores bench-guard native test-native test-all page-pictures docs check lint check-trace vllm-env vllm-nixl find-vllm test-vllm test-vllm-answers test-vllm-generate test-vllm-engine test-vllm-stores test-vllm-own clients-env test-clients test-stores tiers-demo test-routers routers-demo clean
 
 # Install torch first, so that no other package pulls another build.
 .venv/runner.stamp: pyproject.toml constraints.txt
@@ -158,6 +158,10 @@ test-vllm-engine: find-vllm
 	$(VLLM_PYTHON) tests/vllm/tier_metrics.py
 	$(VLLM_PYTHON) tests/vllm/tier_duel.py
 
+# Share Redis and Mooncake between vLLM engines, of which one is killed, in half an hour. Needs what test-stores needs.
+test-vllm-stores: find-vllm .venv/stores.stamp
+	PYTHONPATH=.venv/stores:tests/stores $(VLLM_PYTHON) tests/vllm/tier_duel.py --servers
+
 # Compare whole vLLM engines (CPU build) with and without hybridkv: tokens per processor second, first token, hits.
 # Takes 25 minutes. VLLM_BENCH="--loads documents --variants stock natural" runs a part.
 VLLM_BENCH ?= --json benchmarks/bench_vllm.json
@@ -169,10 +173,10 @@ test-vllm-own: find-vllm
 	@test -d "$(VLLM_TESTS)" || { echo "VLLM_TESTS is not a folder: run make $(MAKECMDGOALS) VLLM_TESTS=/path/to/vllm/tests"; exit 2; }
 	$(VLLM_PYTHON) tests/vllm/judge.py $(VLLM_TESTS)
 
-# Install Mooncake beside the environment: 140 MB.
+# Install Mooncake and redis-py beside the environments: 140 MB.
 .venv/stores.stamp: constraints.txt .venv/dev.stamp
 	rm -rf .venv/stores
-	$(PIP) --no-deps --target .venv/stores mooncake-transfer-engine-non-cuda
+	$(PIP) --no-deps --target .venv/stores mooncake-transfer-engine-non-cuda redis hiredis
 	touch $@
 
 # Test shared stores in two minutes on real servers: redis-server (or valkey-server) of the system, and Mooncake.

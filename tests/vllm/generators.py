@@ -1,6 +1,7 @@
 """Who generates: plain transformers, Engine, and vLLM in a process of its own. All greedy."""
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -44,6 +45,10 @@ GRID_WAY = Way("natural, interval:64", NATURAL, 16, "interval:64")
 
 class VllmError(Exception):
     """vLLM did not answer. The message is its own."""
+
+
+class VllmKilledError(VllmError):
+    """vLLM was killed."""
 
 
 class Plain:
@@ -113,7 +118,8 @@ def several(one: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
 def answers_of(asked: Mapping[str, Any], folder: Path, script: Path | None = None) -> Any:  # noqa: ANN401 - JSON
     """What ``script``, which runs vLLM in a process of its own, makes of ``asked``. Files are left in ``folder``.
 
-    Raises VllmError, with the last error of its log, when it fails or takes longer than STOP_AFTER_S.
+    Raises VllmError, with the last error of its log, when it fails or takes longer than STOP_AFTER_S;
+    VllmKilledError when it was killed.
     """
     job, answers, log = (folder / name for name in ("job.json", "answers.json", "log.txt"))
     job.write_text(json.dumps(asked), "utf-8")
@@ -126,7 +132,9 @@ def answers_of(asked: Mapping[str, Any], folder: Path, script: Path | None = Non
                 timeout=STOP_AFTER_S,
                 check=True,
             )
-        except subprocess.CalledProcessError:
+        except subprocess.CalledProcessError as error:
+            if error.returncode == -signal.SIGKILL:
+                raise VllmKilledError("killed") from None
             raise VllmError(last_error(log.read_text("utf-8"))) from None
         except subprocess.TimeoutExpired:
             raise VllmError(f"no answers within {STOP_AFTER_S:.0f} s") from None

@@ -5,12 +5,14 @@ after losses must give stock's tokens, and the hits of an engine with much memor
 must be seen. Prints tables in Markdown; see docs/design/0042.
 
     python tier_duel.py                 regimes, faults
+    python tier_duel.py --servers       stores on servers, mooncake_master and redis-server: make test-vllm-stores
     python tier_duel.py --first-token   seconds to the first token, of longer prompts and a larger model
 """
 
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,10 +23,11 @@ import torch
 from engine_duel import ASYNC, MODELS, SYNC
 from generate_duel import Match, say
 from generation import Round, make_rounds
-from generators import Plain, VllmError, answers_of, job_of, several
+from generators import Plain, VllmError, VllmKilledError, answers_of, job_of, several
 from natural_duel import OURS as NATURAL
 
 from hybridkv.runner import tiny_model, wrap
+from hybridkv.stores import open_store
 
 SEED = 0
 POOLS = {"llama": 22, "gemma3": 22, "granite_hybrid": 22, "qwen3_next": 30, "llama4": 22, "mamba2": 4}
@@ -43,6 +46,11 @@ SIZES = {"gemma3": {"sliding_window": 80}}
 """So that a window has several blocks."""
 HOST = {"host_memory": "64MiB"}
 STORE = "file://{folder}/store"
+REDIS, MOONCAKE = "redis://127.0.0.1:{port}?timeout_s=20", "mooncake://127.0.0.1:{port}?timeout_s=20"
+LENT = MOONCAKE + "&memory=64MiB"
+"""The engine lends memory to the cluster, and it is lost with it."""
+KILLED = {"round": 3, "steps": 6}
+"""The first process ends by SIGKILL in the middle of this round."""
 RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}}
 
@@ -51,9 +59,10 @@ DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3,
 class Regime:
     """options: of vllm.LLM. tiers: of TierConnector, beside host memory. disturbs: of connector_faults, harmless.
 
-    second: a second process is compared, with the disk or store of the first. salts: rounds of two tenants. loads:
-    whether anything is loaded, None for either. scheduler: ours, or stock's. natural: the natural layout, also
-    with much memory. several: in MultiConnector, beside a connector that loads nothing. The others: as in engine_duel.
+    second: a second process is compared, with the disk or store of the first. killed: when the first ends.
+    salts: rounds of two tenants. loads: whether anything is loaded, None for either. scheduler: ours, or stock's.
+    natural: the natural layout, also with much memory. several: in MultiConnector, beside a connector that loads
+    nothing. The others: as in engine_duel.
     """
 
     name: str
@@ -61,6 +70,7 @@ class Regime:
     tiers: Mapping[str, Any] = field(default_factory=dict)
     disturbs: Sequence[str] = ()
     second: bool = False
+    killed: Mapping[str, int] | None = None
     salts: bool = False
     loads: bool | None = True
     scheduler: str | None = None
@@ -104,6 +114,35 @@ REGIMES = (
     Regime("natural, two ranks, second process", RANKS, tiers={"store": STORE}, natural=True, second=True),
     Regime("natural, two ranks, disk", RANKS, tiers={"disk_memory": "64MiB"}, natural=True, second=True),
 )
+ON_SERVERS = tuple(
+    Regime(f"{layout}{server}, {what}", tiers={"store": url}, second=True, killed=killed, natural=bool(layout))
+    for layout in ("", "natural, ")
+    for server, url, what, killed in (
+        ("Redis", REDIS, "second process", None),
+        ("Redis", REDIS, "the first is killed", KILLED),
+        ("Mooncake", MOONCAKE, "second process", None),
+        ("Mooncake", MOONCAKE, "the first is killed", KILLED),
+        ("Mooncake", LENT, "the first is killed with its memory", KILLED),
+    )
+)  # fmt: skip
+
+
+@contextmanager
+def served(url: str, folder: Path) -> Iterator[str]:
+    """Run the server of ``url``, and yield it with the port. What Mooncake keeps lies in memory of this process."""
+    if "{port}" not in url:
+        yield url.format(folder=folder)
+        return
+    from servers import mooncake_master, redis_server  # noqa: PLC0415 - of tests/stores
+
+    is_redis = url == REDIS
+    with (redis_server if is_redis else mooncake_master)(folder) as server:
+        if is_redis:
+            yield url.format(port=server.port)
+            return
+        with open_store(f"{MOONCAKE.format(port=server.port)}&memory=256MiB") as lender:
+            lender.exists([b"connect"])
+            yield url.format(port=server.port)
 
 
 def run(
@@ -130,8 +169,6 @@ def run(
         extra = {**HOST, **regime.tiers}
         if "disk_memory" in extra:
             extra["disk"] = str(folder / "disk")
-        if "store" in extra:
-            extra["store"] = extra["store"].format(folder=folder)
         options |= regime.options
         options["num_gpu_blocks_override"] = (NATURAL_POOLS if regime.natural else POOLS)[match.name]
         options["kv_transfer_config"] = {
@@ -147,9 +184,25 @@ def run(
         told |= {"ahead": regime.ahead, "abort": regime.abort, "priorities": regime.priorities}
         told |= {"connector_faults": [*regime.disturbs, *([fault] if fault else [])]}
     asked = job_of(folder / "model", rounds, options, scheduler=scheduler, **told)
-    if tiers and regime.second:
+    if not tiers:
+        return answers_of(asked, folder)
+    with served(extra.get("store", ""), folder) as url:
+        if url:
+            extra["store"] = url
+        if regime.killed:
+            killed_in(asked | {"killed": regime.killed}, folder)
+        elif regime.second:
+            answers_of(asked, folder)
+        return answers_of(asked, folder)
+
+
+def killed_in(asked: Mapping[str, Any], folder: Path) -> None:
+    """Do a job that ends in the middle, and not in another way."""
+    try:
         answers_of(asked, folder)
-    return answers_of(asked, folder)
+    except VllmKilledError:
+        return
+    raise VllmError("the first process was to be killed, but it ended")
 
 
 def whole_blocks(rounds: Sequence[Round], size: int = 32) -> tuple[Round, ...]:
@@ -297,11 +350,22 @@ def first_token() -> None:
             say(f"| {told} | {medians[0]:.3f} | {medians[1]:.3f} | {hits(found):,} |")
 
 
+def chosen_regimes(asked: argparse.Namespace, *, every: bool) -> list[Regime]:
+    """The regimes of a model. every: not only those for all models."""
+    if asked.regimes:
+        return [one for one in (*REGIMES, *ON_SERVERS) if one.name in asked.regimes]
+    if asked.servers:
+        return list(ON_SERVERS) if every else []
+    return [one for one in REGIMES if every or one.everywhere]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    names, regimes = [match.name for match in MODELS if match.name in POOLS], [regime.name for regime in REGIMES]
+    names = [match.name for match in MODELS if match.name in POOLS]
+    regimes = [regime.name for regime in (*REGIMES, *ON_SERVERS)]
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=names, choices=names)
     parser.add_argument("--regimes", nargs="*", choices=regimes, help="these, for every model that is asked for")
+    parser.add_argument("--servers", action="store_true", help="regimes with servers, for models in every regime")
     parser.add_argument("--no-faults", action="store_true")
     parser.add_argument("--first-token", action="store_true")
     asked = parser.parse_args(arguments)
@@ -314,10 +378,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wrong = 0
     for match in (match for match in MODELS if match.name in asked.models):
         every = match.name in IN_EVERY_REGIME
-        chosen = [one for one in REGIMES if (one.name in asked.regimes if asked.regimes else every or one.everywhere)]
+        chosen = chosen_regimes(asked, every=every)
         if match.name in WITH_STATES:  # stock itself ends with an error: it copies their states in Triton, not on CPUs
             chosen = [one for one in chosen if one.options is not DRAFTS]
-        wrong += compare(match, chosen, faults=every and not asked.no_faults)
+        wrong += compare(match, chosen, faults=every and not (asked.no_faults or asked.servers))
     return int(wrong > 0)
 
 

@@ -7,7 +7,7 @@ JOB      {"model": folder, "rounds": [[token ids, ...], ...], "output": tokens, 
           "ahead": whether steps are scheduled ahead of outputs, "first_runner": whether model runner V1 runs,
           "second_runner": whether V2 is the default, as on GPUs, "fault": of natural_faults, "connector_faults": of
           connector_faults, "one_by_one": whether prompts wait for the last answer, "salts": of prompts, round by round,
-          or null}
+          or null, "killed": the round and after how many of its steps this process kills itself, or null}
 ANSWERS  {"rounds": [[{"tokens": [...], "hit_tokens": n, "first_s": seconds to the first token}, ...], ...],
           "preemptions": n, "usage": share, "manager": name, "in_flight": most batches in the engine's queue, 0 without
           one, "runner": module of the model runner where it runs in this process, "version": of vLLM,
@@ -25,6 +25,7 @@ out      {"answers": [{"tokens": [...], "hit_tokens": n, "transfer": kv_transfer
 
 import json
 import os
+import signal
 import sys
 from collections import Counter
 from pathlib import Path
@@ -174,6 +175,18 @@ def prepare(job: dict[str, Any]) -> None:
         gpu_defaults.prefer_second_runner()
 
 
+def end_after(engine: Any, steps: int) -> None:  # noqa: ANN401 - vLLM's
+    """Kill this process after some steps."""
+    made, left = engine.step, iter(range(steps))
+
+    def step() -> Any:  # noqa: ANN401 - vLLM's
+        if next(left, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return made()
+
+    engine.step = step
+
+
 def do(job_file: str, out: str) -> None:
     """A job, its rounds one after the other."""
     job = json.loads(Path(job_file).read_text("utf-8"))
@@ -182,7 +195,10 @@ def do(job_file: str, out: str) -> None:
     prepare(job)
     watched = Watched(model=job["model"], **job["options"])
     found = []
+    killed = job.get("killed") or {}
     for number, prompts in enumerate(job["rounds"]):
+        if number == killed.get("round"):
+            end_after(watched.engine, killed["steps"])
         asks = [{"name": f"{number}-{i}", "prompt": ids, "output": job["output"]} for i, ids in enumerate(prompts)]
         if job.get("priorities"):
             asks = [ask | {"priority": len(prompts) - i} for i, ask in enumerate(asks)]
