@@ -81,11 +81,9 @@ def host_tier(
         CapacityError: The memory is too small.
         UnsupportedModelError: A layer keeps something that a tier cannot hold.
     """
+    # vLLM's requests name no encoder input, and no test has rings
     for number, group in enumerate(device.config.groups):
-        if group.spec.keeps in {
-            Keeps.RING,
-            Keeps.ENCODER,
-        }:  # vLLM's requests name no encoder input, and no test has rings
+        if group.spec.keeps in {Keeps.RING, Keeps.ENCODER}:
             what = "raw keys of a compressor" if group.spec.keeps is Keeps.RING else "the output of an encoder"
             raise UnsupportedModelError(f"TierConnector cannot hold group {number}, {what}: leave the connector out")
     options = CacheOptions(eviction=device.eviction, medium=Medium.CPU)
