@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 from runner_support import failing, generated, greedy, loaded_model, run, shared_prompts
@@ -18,6 +19,7 @@ from hybridkv.schedule import FinishReason
 
 LLAMA = loaded_model("llama")
 PROMPTS = shared_prompts(6, 11)
+SAMPLED = SamplingParams(max_tokens=40, temperature=0.9, seed=5, ignore_eos=True)
 
 
 @asynccontextmanager
@@ -470,3 +472,83 @@ def test_async_forward_with_base_exception_ends_every_stream(raised: BaseExcepti
             engine.step()
 
     run(work)
+
+
+def test_async_request_that_another_engine_began_goes_on_beside_others(tmp_path: Path) -> None:
+    """It is exported after some tokens, while others run in both engines, and ends with the text of one engine."""
+
+    async def begin() -> tuple[int, ...]:
+        async with engines() as (front, _):
+            other = asyncio.create_task(read(front, PROMPTS[1], greedy(30)))
+            async with aclosing(front.stream(PROMPTS[0], SAMPLED, request_id="a")) as stream:
+                known = [await anext(stream), await anext(stream)]
+                session = await front.export("a", tmp_path / "a", key=b"secret")
+            drawn = session.token_ids[len(PROMPTS[0]) :]
+            assert drawn[: len(tokens(known))] == tokens(known)
+            assert tokens(await other) == generated(LLAMA, PROMPTS[1], 30)
+            return drawn
+
+    async def go_on() -> list[Increment]:
+        async with engines() as (front, _):
+            other = asyncio.create_task(read(front, PROMPTS[2], greedy(30)))
+            parts = [part async for part in front.resume(tmp_path / "a", request_id="b", key=b"secret")]
+            assert tokens(await other) == generated(LLAMA, PROMPTS[2], 30)
+            assert front.statistics().hit_tokens >= len(PROMPTS[0])
+            return parts
+
+    async def whole() -> list[Increment]:
+        async with engines() as (front, _):
+            return await read(front, PROMPTS[0], SAMPLED)
+
+    drawn, parts, expected = run(begin), run(go_on), run(whole)
+    assert 0 < len(drawn) < SAMPLED.max_tokens
+    assert tokens(parts[:1])[: len(drawn)] == drawn
+    assert tokens(parts) == tokens(expected)
+    assert "".join(part.text or "" for part in parts) == "".join(part.text or "" for part in expected)
+    assert {part.request_id for part in parts} == {"b"}
+    assert sum(part.completion is not None for part in parts) == 1
+
+
+def test_async_conversation_goes_on_in_another_engine(tmp_path: Path) -> None:
+    async def first() -> list[int]:
+        async with engines() as (front, _):
+            (done,) = await front.generate([PROMPTS[0]], greedy(10))
+            session = await front.export(done, tmp_path / "a", note="mine")
+            assert session.note == "mine"
+            return [*PROMPTS[0], *done.token_ids]
+
+    async def second(turn: list[int]) -> tuple[int, int, tuple[int, ...]]:
+        async with engines() as (front, _):
+            session = await front.import_(tmp_path / "a")
+            (done,) = await front.generate([turn], greedy(10))
+            return session.resume_tokens, done.hit_tokens, tuple(done.token_ids)
+
+    conversation = run(first)
+    turn = [*conversation, 70, 71]
+    assert run(lambda: second(turn)) == (len(turn) - 3, len(turn) - 3, generated(LLAMA, turn, 10))
+
+
+def test_async_sessions_that_cannot_be_read_raise_in_their_task_alone(tmp_path: Path) -> None:
+    async def work() -> tuple[int, ...]:
+        async with engines() as (front, engine):
+            other = asyncio.create_task(read(front, PROMPTS[1], greedy(20)))
+            with pytest.raises(FileNotFoundError):
+                await anext(front.resume(tmp_path / "missing"))
+            with pytest.raises(FileNotFoundError):
+                await front.import_(tmp_path / "missing")
+            with pytest.raises(ConfigError, match="no request 'a' runs: give its Completion"):
+                await front.export("a", tmp_path / "a")
+            with pytest.raises(ConfigError, match="no request 'a' runs or waits"):
+                await front.between_steps(lambda _: engine.stream_of("a"))
+            return tokens(await other)
+
+    assert run(work) == generated(LLAMA, PROMPTS[1], 20)
+
+
+def test_stream_of_a_queued_request_reads_it_in_place_of_step() -> None:
+    with Engine(LLAMA, memory="2MiB", max_model_len=256, options=EngineOptions(self_check=False)) as engine:
+        engine.add(PROMPTS[0], greedy(5), request_id="a")
+        assert engine.step() == []
+        with engine.stream_of("a") as stream:
+            assert tokens(list(stream)) == generated(LLAMA, PROMPTS[0], 5)
+        assert engine.idle

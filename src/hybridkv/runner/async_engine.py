@@ -19,6 +19,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Final, Protocol, Self, TypeVar, Unpack
 
 from hybridkv.arguments import instance, integer
@@ -30,6 +31,7 @@ from hybridkv.runner.engine import Engine
 from hybridkv.runner.images import Images
 from hybridkv.runner.inputs import Given, Prompt, checked_sampling, one_each
 from hybridkv.runner.options import RequestOptions
+from hybridkv.runner.sessions import Session
 from hybridkv.schedule import SchedulerStatistics
 from hybridkv.units import shown
 
@@ -321,6 +323,66 @@ class AsyncEngine:
                     if part.completion is not None:
                         done[number, part.output] = part.completion
         return [done[at] for at in sorted(done)]
+
+    async def export(
+        self,
+        conversation: Completion | str | Sequence[int],
+        path: str | Path,
+        *,
+        cache_salt: str | None = None,
+        note: str = "",
+        key: bytes | None = None,
+    ) -> Session:
+        """Write the cache of a conversation to a file (``Engine.export``). No step runs while it is written.
+
+        Args:
+            conversation: a completion, the tokens of a prompt and its output, or the id of a running request.
+            path: the file. It is replaced as a whole, or not at all.
+            cache_salt: the salt of the conversation; that of a running request is known.
+            note: text of the caller's own.
+            key: signs the file with HMAC-SHA256; None for no signature.
+
+        Raises:
+            HybridKVError: as ``Engine.export``.
+            OSError: the file cannot be written.
+        """
+        return await self.between_steps(
+            lambda engine: engine.export(conversation, path, cache_salt=cache_salt, note=note, key=key)
+        )
+
+    async def import_(self, path: str | Path, *, key: bytes | None = None) -> Session:
+        """Put the cache of a conversation from a file into the engine (``Engine.import_``).
+
+        Args:
+            path: a file of ``export``.
+            key: the key with which it was signed; None if it is not signed.
+
+        Raises:
+            HybridKVError: as ``Engine.import_``.
+            OSError: the file cannot be read.
+        """
+        return await self.between_steps(lambda engine: engine.import_(path, key=key))
+
+    async def resume(
+        self, path: str | Path, *, request_id: str | None = None, key: bytes | None = None
+    ) -> AsyncGenerator[Increment, None]:
+        """Go on with a request that another engine exported while it ran, and yield the increments of its output.
+
+        The first increment has what the other engine drew. The file is read at the first iteration. If the generator
+        is closed, the request is aborted.
+
+        Args:
+            path: a file of ``export``.
+            request_id: the request's id here; None for a number.
+            key: the key with which it was signed; None if it is not signed.
+
+        Raises:
+            HybridKVError: as ``Engine.resume``.
+            OSError: the file cannot be read.
+        """
+        with self.read([lambda on: on.stream_of(on.resume(path, request_id=request_id, key=key))]) as reading:
+            while found := await reading.next(most=1):
+                yield found[0][1]
 
     def abort(self, request_id: str) -> bool:
         """End a request. Any thread may call it.

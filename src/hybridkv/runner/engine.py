@@ -34,7 +34,7 @@ from hybridkv.request import Hints, Request, SamplingParams
 from hybridkv.runner.attention.formulas import AttentionBackend
 from hybridkv.runner.completion import Completion, Progress, Stream, count_step, engine_closed, oldest_s, raise_first
 from hybridkv.runner.drafting import Drafting
-from hybridkv.runner.handover import HandedOver
+from hybridkv.runner.handover import HandedOver, live_of
 from hybridkv.runner.images import Images, PromptImages, attends_both_ways
 from hybridkv.runner.inputs import (
     EncoderFeed,
@@ -267,14 +267,24 @@ class Engine:
             one.streamed_as = number
         return Stream(added, self._run, self._leave)
 
+    def stream_of(self, request_id: str) -> Stream:
+        """Return a Stream of a request that runs or waits, such as a resumed one; ``step`` does not return it then.
+
+        Args:
+            request_id: its id. The first increment has all output so far.
+
+        Raises:
+            ConfigError: no such request runs or waits.
+        """
+        live = live_of(self._live, request_id)
+        live.streamed_as = 0
+        return Stream([live], self._run, self._leave)
+
     def abort(self, request_id: str) -> bool:
-        """End a request; a later ``step`` returns it with the reason "abort".
+        """End a request, and return whether it ran or waited; a later ``step`` returns it with the reason "abort".
 
         Args:
             request_id: its id.
-
-        Returns:
-            Whether such a request was running or waiting.
 
         Raises:
             CacheError: the engine is closed.
@@ -452,20 +462,10 @@ class Engine:
         ids, salt = encode(self.loaded, conversation, what="conversation"), or_none(text)("cache_salt", cache_salt)
         request = Request("export", ids, hasher=self.cache.hasher, cache_salt=salt)
         if self.tier is not None and self.tier.has_store and not files.has(request):
-            self._fetch(request)
+            with self.stream(ids, SamplingParams(max_tokens=1), cache_salt=salt, hints=Hints(prefetch=True)) as fetched:
+                deque(fetched, 0)  # until the host has it, or will not
+            self._settle()
         return files.save(request, wanted, note=note, key=secret)
-
-    def _fetch(self, request: Request) -> None:
-        """Run steps until the host has what the store has of a conversation, or until it is clear that it will not."""
-        salt, hints = request.cache_salt, Hints(prefetch=True)
-        added = self._add(request.token_ids().tolist(), SamplingParams(max_tokens=1), cache_salt=salt, hints=hints)
-        try:
-            while added[0].completion is None:
-                self._run()
-                raise_first(added)
-        finally:
-            self._drop(added)
-        self._settle()
 
     def import_(self, path: str | Path, *, key: bytes | None = None) -> Session:
         """Put the cache of a conversation from a file into this engine. Its next turn resumes there.

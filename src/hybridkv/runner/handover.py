@@ -8,14 +8,16 @@ tokens, the length of the prompt among them, and the sampling parameters are all
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
-from hybridkv.arguments import integer, or_none, text
+from hybridkv.arguments import instance, integer, or_none, text
 from hybridkv.errors import ConfigError, SessionError
 from hybridkv.request import Hints, Request, SamplingParams, checked_marks
+from hybridkv.runner.completion import Progress
 from hybridkv.runner.sampling.draws import TokenLogprob
+from hybridkv.units import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,14 @@ class HandedOver:
         for token in tokens[self.prompt_tokens :]:
             made.append(token)
         return made
+
+
+def live_of(live: Mapping[str, Progress], request_id: str) -> Progress:
+    """Return the ``live`` request of an id. Raises ConfigError if there is none."""
+    found = live.get(instance("request_id", request_id, str))
+    if found is None:
+        raise ConfigError(f"no request {shown(request_id)} runs or waits: give the id of one that does")
+    return found
 
 
 def _logprob(token_id: int, logprob: float, rank: int, best: Sequence[Sequence[Any]]) -> TokenLogprob:
