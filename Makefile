@@ -156,6 +156,7 @@ test-vllm-engine: find-vllm
 	$(VLLM_PYTHON) tests/vllm/natural_duel.py
 	$(VLLM_PYTHON) tests/vllm/pd_duel.py
 	$(VLLM_PYTHON) tests/vllm/tier_metrics.py
+	$(VLLM_PYTHON) tests/vllm/tier_events.py
 	$(VLLM_PYTHON) tests/vllm/tier_duel.py
 
 # Share Redis and Mooncake between vLLM engines, of which one is killed, in half an hour. Needs what test-stores needs.

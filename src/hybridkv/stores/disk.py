@@ -23,6 +23,7 @@ from typing import Final, Self
 from hybridkv.arguments import instance, integer
 from hybridkv.errors import CacheError, ConfigError
 from hybridkv.stores.calls import OpenCalls, check_keys, check_sequence, checked_blocks, checked_into
+from hybridkv.stores.changes import UNHEARD, Hears
 from hybridkv.stores.disk_file import MOST_IDENTITY_BYTES, MOST_SIZES, BlocksFile, Piece
 from hybridkv.stores.disk_slots import Entry, Place, Slots, geometry_of
 from hybridkv.units import MOST_BYTES, MiB
@@ -75,6 +76,7 @@ class DiskStore:
             and version of the library. A folder of another identity is rejected.
         block_bytes: Sizes of blocks, 1 to 64 of them, from 1 byte to 16 MiB. Each gets slots of its own size; a
             shorter block takes the smallest slot that holds it.
+        heard: Is told of each block that is kept, used, evicted, damaged or removed.
 
     Attributes:
         path: The folder.
@@ -84,7 +86,9 @@ class DiskStore:
             or cannot be written; the disk has no room; or the package xxhash is missing.
     """
 
-    def __init__(self, path: str | Path, max_bytes: int, identity: bytes, block_bytes: Sequence[int]) -> None:
+    def __init__(
+        self, path: str | Path, max_bytes: int, identity: bytes, block_bytes: Sequence[int], heard: Hears = UNHEARD
+    ) -> None:
         integer("max_bytes", max_bytes, 1, MOST_BYTES)
         if not 1 <= len(instance("identity", identity, bytes)) <= MOST_IDENTITY_BYTES:
             raise ConfigError(f"identity must have 1 to {MOST_IDENTITY_BYTES} bytes, got {len(identity)}: hash it")
@@ -99,7 +103,7 @@ class DiskStore:
         self._calls = OpenCalls(f"the store in {self.path}")
         self._counts = Counter[str]()
         self._file = BlocksFile(self.path, self._geometry, identity)
-        self._slots = Slots(self._geometry, self._file.assign)
+        self._slots = Slots(self._geometry, self._file.assign, heard)
         self._sequence = self._load()
 
     def _load(self) -> int:

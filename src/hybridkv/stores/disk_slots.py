@@ -18,6 +18,7 @@ from itertools import islice
 from typing import Final, NamedTuple
 
 from hybridkv.errors import CacheError, ConfigError
+from hybridkv.stores.changes import UNHEARD, Hears
 from hybridkv.units import KiB, MiB, format_bytes, round_up
 
 PAGE: Final = 4 * KiB
@@ -210,6 +211,7 @@ class Slots:
         geometry: Sizes and number of slabs.
         assign: Called with (slab, size) before an empty slab takes another size. It makes all records of the slab void
             on the disk; if it raises OSError, the slab stays empty.
+        heard: Is told of each block that is published, used or dropped.
 
     Attributes:
         geometry: Sizes and number of slabs.
@@ -217,11 +219,11 @@ class Slots:
         evicted: Number of blocks that were evicted.
     """
 
-    def __init__(self, geometry: Geometry, assign: Callable[[int, int], None]) -> None:
+    def __init__(self, geometry: Geometry, assign: Callable[[int, int], None], heard: Hears = UNHEARD) -> None:
         self.geometry = geometry
         self.entries: dict[bytes, Entry] = {}
         self.evicted = 0
-        self._assign = assign
+        self._assign, self._heard = assign, heard
         self._slabs = [_Slab() for _ in range(geometry.num_slabs)]
         self._empty = dict.fromkeys(range(geometry.num_slabs))  # in order, for long runs
         self._with_room: list[dict[int, None]] = [{} for _ in geometry.sizes]
@@ -262,6 +264,7 @@ class Slots:
         """Note a use of a block. It does nothing if ``entry`` is not live."""
         if self.entries.get(entry.key) is entry:
             self._slabs[entry.place.slab].used += self._use(entry)
+            self._heard.there(entry.key)  # a block of an earlier process may be new to the listener
 
     def _use(self, entry: Entry) -> int:
         """Make ``entry`` the most recently used block of its size, and return by how much ``used`` grew."""
@@ -387,6 +390,7 @@ class Slots:
         slab.live[entry.place.slot] = entry
         self.entries[entry.key] = entry
         slab.used += self._use(entry)
+        self._heard.there(entry.key)
         return replaced
 
     def drop(self, entry: Entry) -> None:
@@ -402,6 +406,7 @@ class Slots:
         slab.used -= entry.used
         slab.stale.add(entry.place.slot)
         self._free(entry.place)
+        self._heard.gone(entry.key)
 
     # -- stale records
 

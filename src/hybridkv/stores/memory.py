@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from hybridkv.arguments import integer
 from hybridkv.errors import CacheError
 from hybridkv.stores.calls import OpenCalls, check_keys, checked_blocks, checked_into
+from hybridkv.stores.changes import UNHEARD, Hears
 from hybridkv.units import MOST_BYTES
 
 
@@ -148,13 +149,14 @@ class MemoryStore:
 
     Args:
         max_bytes: Most bytes of all blocks together.
+        heard: Is told of each block that is kept, makes room or is removed.
 
     Raises:
         ConfigError: ``max_bytes`` is out of range.
     """
 
-    def __init__(self, max_bytes: int) -> None:
-        self._recency = Recency(max_bytes)
+    def __init__(self, max_bytes: int, heard: Hears = UNHEARD) -> None:
+        self._recency, self._heard = Recency(max_bytes), heard
         self._blocks = dict[bytes, NDArray[np.uint8]]()
         self._counts = Counter[str]()
         self._lock = threading.Lock()
@@ -235,9 +237,11 @@ class MemoryStore:
                 kept, gone = self._recency.admit(keys, [len(buffer) for buffer in buffers])
                 for key in gone:
                     del self._blocks[key]
+                    self._heard.gone(key)
                 for key, block, is_kept in zip(keys, copies, kept, strict=True):
                     if is_kept:
                         self._blocks[key] = block
+                        self._heard.there(key)
                 self._count(kept, buffers, "stored", "dropped")
         return kept
 
@@ -263,6 +267,7 @@ class MemoryStore:
         with self._calls, self._lock:
             for key in keys:
                 self._recency.remove(key)
+                self._heard.gone(key)
             return [self._blocks.pop(key, None) is not None for key in keys]
 
     def statistics(self) -> MemoryStoreStatistics:

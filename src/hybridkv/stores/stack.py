@@ -9,6 +9,7 @@ from time import perf_counter
 
 from hybridkv.errors import ConfigError
 from hybridkv.stores.calls import check_keys, checked_blocks, checked_into
+from hybridkv.stores.changes import Change, Changes
 from hybridkv.stores.store import BlockStore
 
 
@@ -45,6 +46,7 @@ class StoreStack:
 
     Args:
         stores: Stores by name, the fastest first. They are closed with the stack.
+        changes: What they tell of their blocks; ``None`` if they do not.
 
     Attributes:
         names: Their names.
@@ -53,12 +55,12 @@ class StoreStack:
         ConfigError: There is no store.
     """
 
-    def __init__(self, stores: Mapping[str, BlockStore]) -> None:
+    def __init__(self, stores: Mapping[str, BlockStore], changes: Changes | None = None) -> None:
         if not stores:
             raise ConfigError("a stack needs at least one store: give host memory")
         self.names = tuple(stores)
         self._stores = tuple(stores.values())
-        self._counts = Counts()
+        self._counts, self._changes = Counts(), changes
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Return for each key whether a store has its block. O(keys * stores).
@@ -135,3 +137,7 @@ class StoreStack:
     def take_counts(self) -> dict[str, float]:
         """Return the counts since the last call, as ``NAME_found_blocks``, ``NAME_found_bytes`` and so on."""
         return self._counts.take()
+
+    def take_changes(self) -> list[Change]:
+        """Return the blocks that stores got and lost since the last call; those of a store are in order."""
+        return [] if self._changes is None else self._changes.take()

@@ -10,7 +10,8 @@ Design: docs/design/0042-vllm-tier-connector.md.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from typing import Any, Final
@@ -23,7 +24,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.core.kv_cache_utils import (
+    generate_block_hash_extra_keys,
+    resolve_kv_cache_block_sizes,
+    to_event_extra_keys,
+)
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 import vllm
@@ -32,9 +37,11 @@ from hybridkv.stores import DiskStore
 from hybridkv.stores.disk_view import DiskView
 from hybridkv.stores.prefetch import PrefixRules
 from hybridkv.vllm.manager import CacheManager
+from hybridkv.vllm.natural import ReferenceOptions
 from hybridkv.vllm.natural_tier import NaturalTierRequests, NaturalTierWorker, NaturalWork, Open, host_tier
-from hybridkv.vllm.scheduler import require_version
+from hybridkv.vllm.scheduler import Scheduler, engine_event, kinds_of, require_version
 from hybridkv.vllm.specs import WORKER
+from hybridkv.vllm.tier_events import TierChange, TierEvents
 from hybridkv.vllm.tier_options import TierOptions, folder_of, identity_of, needs_of, refuse_tiers
 from hybridkv.vllm.tier_requests import TierRequests, TierWork
 from hybridkv.vllm.tier_worker import TierWorker
@@ -59,11 +66,14 @@ class Answers(KVConnectorWorkerMetadata):  # type: ignore[misc] # vLLM is not ty
     """The tokens that each rank found, by look-up; in the natural layout whether it arrived, by transfer."""
 
     tokens: dict[int, list[int]]
+    changes: dict[int, list[TierChange]] = field(default_factory=dict)
+    """What the stores of each rank got and lost, if events are published."""
 
     def aggregate(self, other: Answers) -> Answers:
         """Return the answers of both."""
         numbers = {*self.tokens, *other.tokens}
-        return Answers({one: self.tokens.get(one, []) + other.tokens.get(one, []) for one in numbers})
+        tokens = {one: self.tokens.get(one, []) + other.tokens.get(one, []) for one in numbers}
+        return Answers(tokens, self.changes | other.changes)
 
 
 class TierStats(KVConnectorStats):  # type: ignore[misc] # as above
@@ -158,6 +168,7 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # as
         self._worker: TierWorker | None = None
         self._requests: Any = None  # of the natural layout: from start_natural on
         self.natural: NaturalTierWorker | None = None
+        self._events: TierEvents | None = None
         if vllm_config.parallel_config.worker_cls == WORKER:
             rank = vllm_config.parallel_config.rank
             self.natural = NaturalTierWorker(self._behind(DiskStore, rank), rank)
@@ -165,7 +176,10 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # as
         self._rules = PrefixRules(
             needs_of(kv_cache_config), *resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
         )
-        self._requests = TierRequests(self._rules, self._ranks, remembers=self._options.outlives)
+        self._kinds = kinds_of(kv_cache_config)
+        if _publishes(vllm_config):
+            self._events = TierEvents(self._rules, self._ranks, _extra_keys)
+        self._requests = TierRequests(self._rules, self._ranks, remembers=self._options.outlives, events=self._events)
 
     def start_natural(self, manager: CacheManager, made: Plan) -> None:
         """Put host memory behind the manager of the natural layout.
@@ -240,6 +254,7 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # as
         """
         if connector_output.kv_connector_worker_meta is not None:
             self._requests.heard(connector_output.kv_connector_worker_meta.tokens)
+            self._requests.changed(connector_output.kv_connector_worker_meta.changes)
         self._requests.failed(connector_output.failed_recving or ())
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, None]:  # noqa: ANN401 - vLLM's
@@ -261,6 +276,13 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # as
             block_ids: not used.
         """
         return self.request_finished(request, block_ids)
+
+    def take_events(self) -> Iterable[Any]:
+        """Return the events of host memory and disk since the last call, in vLLM's classes.
+
+        In the natural layout hybridkv's manager returns them.
+        """
+        return [] if self._events is None else [engine_event(event, self._kinds) for event in self._events.take()]
 
     def reset_cache(self) -> bool:
         """Find no stored block again, for example after new weights; return whether it was done."""
@@ -289,7 +311,7 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # as
             self._rules,
             identity=identity,
             limits=self._options.limits,
-            open_stores=partial(self._options.open_stores, folder, identity),
+            open_stores=partial(self._options.open_stores, folder, identity, tell=self._events is not None),
         )
 
     def bind_connector_metadata(self, connector_metadata: TierWork) -> None:
@@ -351,7 +373,11 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # as
         """Return the answers to look-ups."""
         worker = self._worker or self.natural
         answers = {} if worker is None else worker.answers()
-        return Answers({number: [tokens] for number, tokens in answers.items()}) if answers else None
+        changes = [] if self._worker is None else self._worker.changes()
+        if not answers and not changes:
+            return None
+        rank = self._vllm_config.parallel_config.rank
+        return Answers({number: [tokens] for number, tokens in answers.items()}, {rank: changes} if changes else {})
 
     def get_kv_connector_stats(self) -> TierStats | None:
         """Return the counts since the last call: the worker's, or in the natural layout the scheduler's."""
@@ -391,3 +417,18 @@ class TierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # as
         worker, self._worker, self.natural = self._worker or self.natural, None, None
         if worker is not None:
             worker.close()
+
+
+def _publishes(started: Any) -> bool:  # noqa: ANN401 - vLLM's VllmConfig
+    """Return whether the tiers publish events of blocks: not beside exact events of our scheduler, of prefixes."""
+    asked = started.kv_events_config
+    if asked is None or not asked.enable_kv_cache_events:
+        return False
+    ours = issubclass(started.scheduler_config.get_scheduler_cls(), Scheduler)
+    return not ours or ReferenceOptions.of(started.additional_config).kv_events == "raw"
+
+
+def _extra_keys(request: Any, start: int, end: int) -> tuple[object, ...] | None:  # noqa: ANN401 - vLLM's
+    """Return what vLLM hashes beside some tokens, as its events tell it."""
+    told = to_event_extra_keys([generate_block_hash_extra_keys(request, start, end, 0)[0]])
+    return None if told is None else told[0]

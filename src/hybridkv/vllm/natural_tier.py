@@ -27,6 +27,7 @@ from hybridkv.stores import BlockStore
 from hybridkv.stores.marks import entry_sizes
 from hybridkv.tiers import HostTier, Prefixes, StoreLookups, parts_of
 from hybridkv.vllm.manager import CacheManager
+from hybridkv.vllm.tier_events import TierChange
 from hybridkv.worker.tier import DeviceMemory, HostTierCopier
 
 if TYPE_CHECKING:
@@ -170,6 +171,13 @@ class NaturalTierRequests:
                 del self._answers[number]
                 (arrived if all(each) else lost).append(number)
         self._tier.end([(number, None) for number in arrived], lost)
+
+    def changed(self, changes: Mapping[int, Sequence[TierChange]]) -> None:
+        """Do nothing: the host's manager has the events of this layout.
+
+        Args:
+            changes: not used.
+        """
 
     def failed(self, names: Iterable[str]) -> None:
         """Do nothing: vLLM loads nothing for a request.

@@ -45,6 +45,7 @@ from hybridkv.vllm.specs import (
     refuse_captured,
     refuse_natural,
 )
+from hybridkv.vllm.tier_events import STORAGE
 
 logger = logging.getLogger(__name__)
 
@@ -367,33 +368,52 @@ class EventConverter:
                 logger.warning("KV events report every cached block of each group: %s", error)
                 form = "raw"
         if form == "raw":
-            specs = [group.kv_cache_spec for group in config.kv_cache_groups]
-            found = [(get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec)) for spec in specs]
-            self._groups = found
+            self._groups = kinds_of(config)
 
     def __call__(self, events: Sequence[KVCacheEvent]) -> list[Any]:
         """Return vLLM's events in the same order. Lost events become a clearing of all blocks, which clients handle."""
-        return [self._convert(event) for event in self._filter(events)]
+        return [engine_event(event, self._groups) for event in self._filter(events)]
 
-    def _convert(self, event: KVCacheEvent) -> Any:  # noqa: ANN401 - as above
-        if isinstance(event, BlockRemoved):
-            hashes = [maybe_convert_block_hash(one) for one in event.block_hashes]
-            return theirs.BlockRemoved(block_hashes=hashes, medium=event.medium, group_idx=event.group_idx)
-        if not isinstance(event, BlockStored):
-            return theirs.AllBlocksCleared()
-        parent = event.parent_block_hash
-        kind, window = self._groups[event.group_idx]
-        return theirs.BlockStored(
-            block_hashes=[maybe_convert_block_hash(one) for one in event.block_hashes],
-            parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
-            token_ids=list(event.token_ids),
-            block_size=event.block_size,
-            lora_id=event.lora_id,
-            medium=event.medium,
-            lora_name=event.lora_name,
-            # vLLM's events always have a list
-            extra_keys=[None] * len(event.block_hashes) if event.extra_keys is None else list(event.extra_keys),
-            group_idx=event.group_idx,
-            kv_cache_spec_kind=kind,
-            kv_cache_spec_sliding_window=window,
+
+def kinds_of(config: Any) -> list[tuple[str, int | None]]:  # noqa: ANN401 - vLLM's
+    """Return the kind and the window of each group in vLLM's events.
+
+    Args:
+        config: vLLM's KVCacheConfig.
+    """
+    specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+    return [(get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec)) for spec in specs]
+
+
+def engine_event(event: KVCacheEvent, kinds: Sequence[tuple[str, int | None]]) -> Any:  # noqa: ANN401 - vLLM's
+    """Return one of our events in vLLM's class.
+
+    Args:
+        event: The event. One that says that events were lost becomes a clearing of all blocks.
+        kinds: The kind and the window of each group.
+    """
+    if not isinstance(event, BlockStored | BlockRemoved):
+        return theirs.AllBlocksCleared()
+    hashes = [maybe_convert_block_hash(one) for one in event.block_hashes]
+    locality = "LOCAL" if event.medium == STORAGE else None  # of this engine alone: Dynamo counts no other storage
+    if isinstance(event, BlockRemoved):
+        return theirs.BlockRemoved(
+            block_hashes=hashes, medium=event.medium, group_idx=event.group_idx, locality=locality
         )
+    parent = event.parent_block_hash
+    kind, window = kinds[event.group_idx]
+    return theirs.BlockStored(
+        block_hashes=hashes,
+        parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
+        token_ids=list(event.token_ids),
+        block_size=event.block_size,
+        lora_id=event.lora_id,
+        medium=event.medium,
+        lora_name=event.lora_name,
+        # vLLM's events always have a list
+        extra_keys=[None] * len(event.block_hashes) if event.extra_keys is None else list(event.extra_keys),
+        group_idx=event.group_idx,
+        kv_cache_spec_kind=kind,
+        kv_cache_spec_sliding_window=window,
+        locality=locality,
+    )

@@ -15,6 +15,7 @@ import msgspec
 from hybridkv.errors import ConfigError
 from hybridkv.specs import ChunkedLocalAttentionSpec, Keeps, SlidingWindowSpec
 from hybridkv.stores import StoreUrl
+from hybridkv.stores.changes import UNHEARD, Changes
 from hybridkv.stores.disk import DiskStore
 from hybridkv.stores.memory import MemoryStore
 from hybridkv.stores.prefetch import GroupNeeds, PrefetchLimits, pieces_of
@@ -82,24 +83,27 @@ class TierOptions:
             held_bytes=max(self.host_bytes // 4, _SMALL), staged_bytes=max(self.host_bytes // 8, _SMALL)
         )
 
-    def open_stores(self, folder: str, identity: bytes, block_bytes: Sequence[int]) -> StoreStack:
+    def open_stores(self, folder: str, identity: bytes, block_bytes: Sequence[int], *, tell: bool) -> StoreStack:
         """Open the stores of a rank.
 
         Args:
             folder: Name of the rank's folder on the disk.
             identity: Hash of the configuration.
             block_bytes: Bytes of a block of each group.
+            tell: Whether host memory and disk tell which blocks they get and lose.
 
         Raises:
             ConfigError: As DiskStore and open_store do.
         """
-        stores: dict[str, BlockStore] = {"host": MemoryStore(self.host_bytes)}
+        changes = Changes() if tell else None
+        in_host, on_disk = (UNHEARD if changes is None else changes.of(name) for name in ("host", "disk"))
+        stores: dict[str, BlockStore] = {"host": MemoryStore(self.host_bytes, in_host)}
         if self.disk is not None:
             sizes = {pieces_of(size)[0].stop for size in block_bytes}
-            stores["disk"] = DiskStore(self.disk / folder, self.disk_bytes, identity, sorted(sizes))
+            stores["disk"] = DiskStore(self.disk / folder, self.disk_bytes, identity, sorted(sizes), on_disk)
         if self.store is not None:
             stores["store"] = self.store.open(identity, ())
-        return StoreStack(stores)
+        return StoreStack(stores, changes)
 
 
 def folder_of(parallel: Any, rank: int) -> str:  # noqa: ANN401 - vLLM's ParallelConfig

@@ -17,6 +17,7 @@ from time import monotonic
 from typing import Any, Final, NamedTuple
 
 from hybridkv.stores.prefetch import PrefixRules
+from hybridkv.vllm.tier_events import EPOCH_BYTES, TierChange, TierEvents
 
 PATIENCE_S: Final = 2.0
 """Longest wait for a turn, and for the answer to a look-up. A slow tier then counts as a miss."""
@@ -127,16 +128,23 @@ class TierRequests:
         rules: Which prefixes can be resumed.
         ranks: Number of workers.
         remembers: Whether a store has blocks of other processes, so that unknown prefixes may be there.
+        events: Makes events of what ranks report; ``None`` without events.
         clock: Seconds.
     """
 
     def __init__(
-        self, rules: PrefixRules, ranks: int, *, remembers: bool, clock: Callable[[], float] = monotonic
+        self,
+        rules: PrefixRules,
+        ranks: int,
+        *,
+        remembers: bool,
+        events: TierEvents | None = None,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
-        self._rules, self._ranks = rules, ranks
+        self._rules, self._ranks, self._events = rules, ranks, events
         self._remembers, self._clock = remembers, clock
         self._smallest = min(group.block_tokens for group in rules.groups)
-        self._epoch = b""
+        self._epoch = bytes(EPOCH_BYTES)
         self._next = self._step = 0
         self._requests = dict[str, Any]()
         self._look_ups = dict[str, _LookUp]()
@@ -221,6 +229,16 @@ class TierRequests:
                 self._settle(look_up)
                 self._ask(request, look_up.start, shortest)
 
+    def changed(self, changes: Mapping[int, Sequence[TierChange]]) -> None:
+        """Note what the stores of ranks got and lost. O(changes).
+
+        Args:
+            changes: By rank, in order.
+        """
+        if self._events is not None:
+            for rank, some in changes.items():
+                self._events.heard(self._epoch, rank, some)
+
     def failed(self, names: Iterable[str]) -> None:
         """Note loads that failed: their requests are computed, without another look-up. O(names).
 
@@ -252,7 +270,9 @@ class TierRequests:
 
     def reset(self) -> bool:
         """Forget all blocks: later keys differ from all earlier ones, those of other processes included."""
-        self._epoch = token_bytes(8)
+        self._epoch = token_bytes(EPOCH_BYTES)
+        if self._events is not None:
+            self._events.reset()
         self._known.clear()
         self._stored_tokens.clear()
         for look_up in self._look_ups.values():
@@ -288,6 +308,10 @@ class TierRequests:
         self._numbers[number] = request.request_id
         size = self._rules.hash_tokens
         self._finds.append(Find(number, start, most, list(request.block_hashes[start // size : most // size])))
+        if self._events is not None:  # what comes up from a slower tier is kept in faster ones, too
+            for group, needs in enumerate(self._rules.groups):
+                for column in range(start // needs.block_tokens, most // needs.block_tokens):
+                    self._events.describe(request, group, column)
 
     def _settle(self, look_up: _LookUp) -> None:
         """End a look-up. Its request is not looked up again before it is admitted."""
@@ -374,6 +398,8 @@ class TierRequests:
         place = self._place(request, group, column)
         if place not in self._known:
             self._remember(place)
+            if self._events is not None:
+                self._events.describe(request, group, column)
             store = stores.setdefault(group, Store())
             store.blocks.append(block)
             store.hashes.append(place[1])

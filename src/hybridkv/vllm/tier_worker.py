@@ -17,9 +17,10 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from hybridkv.errors import ConfigError
-from hybridkv.stores.prefetch import Found, Prefetcher, PrefetchLimits, PrefixRules, Rows
+from hybridkv.stores.prefetch import Found, Prefetcher, PrefetchLimits, PrefixRules, Rows, pieces_of
 from hybridkv.stores.stack import StoreStack
 from hybridkv.vllm.specs import Config, layer_specs
+from hybridkv.vllm.tier_events import TierChange, WholeBlocks
 from hybridkv.vllm.tier_requests import Find, Load, TierWork, key
 
 _WAIT_S: Final = 0.002
@@ -129,11 +130,12 @@ class TierWorker:
         self._rules, self._identity = rules, identity
         self._on_gpu = self._pages.device.type == "cuda"
         self._stream: Any = torch.cuda.Stream(self._pages.device) if self._on_gpu else None  # type: ignore[no-untyped-call]
-        stores = open_stores(self._pages.block_bytes)
-        self._prefetcher = Prefetcher(stores, rules, self._pages.block_bytes, limits, self._allocate)
+        self._stores = open_stores(self._pages.block_bytes)
+        self._prefetcher = Prefetcher(self._stores, rules, self._pages.block_bytes, limits, self._allocate)
         self._loader = ThreadPoolExecutor(1, "hybridkv-load")
         self._loading = dict[str, Future[bool]]()
         self._runs = True
+        self._whole = WholeBlocks([len(pieces_of(size)) for size in self._pages.block_bytes])
 
     def begin(self, work: TierWork) -> None:
         """Begin the look-ups of a step, before its forward. O(look-ups).
@@ -219,6 +221,10 @@ class TierWorker:
     def answers(self) -> dict[int, int]:
         """Return the tokens of each look-up that has ended since the last call."""
         return self._prefetcher.answers(0.0 if self._runs else _WAIT_S)
+
+    def changes(self) -> list[TierChange]:
+        """Return the blocks that host memory and disk got and lost since the last call."""
+        return self._whole.of(self._stores.take_changes())
 
     def take_counts(self) -> dict[str, float]:
         """Return the counts since the last call."""

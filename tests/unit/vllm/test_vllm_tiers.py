@@ -20,6 +20,7 @@ import torch
 from engine_groups import Asked, CircularBufferSpec, Config, FullAttentionSpec, Group, MambaSpec, SlidingWindowSpec
 from hybridkv.errors import ConfigError
 from hybridkv.stores import GroupNeeds, MemoryStore, PrefetchLimits, PrefixRules, StoreStack, StoreUrl
+from hybridkv.stores.changes import Changes
 from hybridkv.vllm import tier_requests
 from hybridkv.vllm.manager import Block
 from hybridkv.vllm.specs import WORKER
@@ -160,7 +161,7 @@ def test_prefix_is_asked_for_answered_and_loaded_into_the_blocks_that_it_needs()
     assert work.loads == [Load("b", find.number, 24, ({2: 13, 3: 14, 4: 15, 5: 16}, {4: 24, 5: 25}, {2: 9}))]
     assert work.drops == []
     requests.allocated(request, Blocks(b=([], [], [])).get_blocks("b"), 0)  # vLLM's second call
-    assert step(requests) == TierWork(b"", [], [], [], {}, runs=False)
+    assert step(requests) == TierWork(bytes(8), [], [], [], {}, runs=False)
 
 
 def test_prompt_is_never_hit_with_its_last_token() -> None:
@@ -375,11 +376,15 @@ def memory() -> torch.Tensor:
     return torch.tensor(list(random.Random(1).randbytes(2 * BLOCKS * PAGE)), dtype=torch.uint8)
 
 
+def views(memory: torch.Tensor) -> Mapping[str, Any]:
+    return {name: [memory[4:]] if name == "s" else memory.view(torch.float32) for name in "abcds"}
+
+
 @pytest.fixture
 def worker(memory: torch.Tensor) -> Iterator[TierWorker]:
     made = TierWorker(
         Layout(),
-        {name: [memory[4:]] if name == "s" else memory.view(torch.float32) for name in "abcds"},
+        views(memory),
         RULES,
         identity=b"i" * 16,
         limits=PrefetchLimits(MiB, MiB),
@@ -395,7 +400,7 @@ def page(memory: torch.Tensor, layer: int, block: int) -> bytes:
 
 
 def work_of(**parts: Any) -> TierWork:  # noqa: ANN401 - vLLM's
-    return replace(TierWork(b"", [], [], [], {}, runs=False), **parts)
+    return replace(TierWork(bytes(8), [], [], [], {}, runs=False), **parts)
 
 
 def waited(answer: Any) -> Any:  # noqa: ANN401 - vLLM's
@@ -465,13 +470,30 @@ def test_load_without_its_bytes_or_blocks_fails(worker: TierWorker, load: Load) 
 def test_dropped_look_ups_and_other_epochs_find_nothing(worker: TierWorker) -> None:
     worker.store(work_of(stores=STORES))
     worker._prefetcher._writer.submit(lambda: None).result()
-    worker.begin(work_of(finds=[Find(0, 0, 19, HASHES)], epoch=bytes(8)))
+    worker.begin(work_of(finds=[Find(0, 0, 19, HASHES)], epoch=bytes([1] * 8)))
     assert waited(worker.answers) == {0: 0}
     worker.begin(work_of(finds=[Find(1, 0, 19, HASHES)]))
     waited(worker.answers)
     worker.begin(work_of(drops=[1]))
     worker.load(work_of(loads=[Load("r", 1, 16, ({}, {}, {}))]))
     assert waited(worker.loaded) == ({"r"}, {"r"})
+
+
+def test_worker_reports_the_blocks_that_its_stores_got_and_lost(memory: torch.Tensor) -> None:
+    changes = Changes()
+    made = TierWorker(
+        Layout(), views(memory), RULES, identity=bytes(16), limits=PrefetchLimits(MiB, MiB),
+        open_stores=lambda _: StoreStack({"host": MemoryStore(200, changes.of("host"))}, changes),
+    )  # fmt: skip
+    assert made.changes() == []
+    for number, block in enumerate((3, 5, 7)):  # two of these blocks of 80 bytes fit
+        made.store(work_of(stores={0: Store([block], [HASHES[number]])}))
+    made._prefetcher._writer.submit(lambda: None).result()
+    told = [(one.medium, one.place.block_hash, one.is_there) for one in made.changes()]
+    first, second, third, _ = HASHES
+    assert told == [("CPU", first, True), ("CPU", second, True), ("CPU", first, False), ("CPU", third, True)]
+    assert made.changes() == []
+    made.close()
 
 
 @pytest.mark.parametrize("layout", ["LHBNC", "BHLNC"])
@@ -511,21 +533,33 @@ def test_options_open_stores_that_hold_each_group(tmp_path: Path) -> None:
     options = TierOptions.of({"host_memory": "1MiB", "disk": str(tmp_path), "disk_memory": "64MiB"})
     assert (options.host_bytes, options.disk_bytes) == (MiB, 64 * MiB)
     for _ in range(2):
-        stores = options.open_stores("rank-0", bytes(range(16)), (100, 40 * MiB, 100))
+        stores = options.open_stores("rank-0", bytes(range(16)), (100, 40 * MiB, 100), tell=False)
         assert stores.names == ("host", "disk")
         assert stores.put([b"a"], [memoryview(b"x" * 100)]) == [True]
         assert stores.put([b"b"], [memoryview(bytes(8 * MiB))]) == [True]
         stores.close()
     assert (tmp_path / "rank-0").is_dir()
     with pytest.raises(ConfigError, match="identity"):
-        options.open_stores("rank-0", bytes(16), (100, 40 * MiB, 100))
+        options.open_stores("rank-0", bytes(16), (100, 40 * MiB, 100), tell=False)
+
+
+def test_stores_tell_what_they_get_and_lose_if_asked(tmp_path: Path) -> None:
+    options = TierOptions.of({"host_memory": 250, "disk": str(tmp_path), "disk_memory": MiB})
+    stores = options.open_stores("rank-0", bytes(16), (100,), tell=True)
+    stores.put([b"a", b"b"], [memoryview(bytes(100))] * 2)
+    stores.put([b"c"], [memoryview(bytes(100))])
+    told = [(one.store, one.key, one.is_there) for one in stores.take_changes()]
+    assert sorted(told) == [("disk", one, True) for one in (b"a", b"b", b"c")] + [
+        ("host", b"a", False), ("host", b"a", True), ("host", b"b", True), ("host", b"c", True)]  # fmt: skip
+    assert stores.take_changes() == []
+    stores.close()
 
 
 def test_shared_store_is_the_last_tier_and_outlives_the_process(tmp_path: Path) -> None:
     options = TierOptions.of({"host_memory": "1MiB", "store": f"file://{tmp_path}"})
     assert options.outlives
     assert not TierOptions(1).outlives
-    stores = [options.open_stores("rank-0", bytes(16), (100,)) for _ in range(2)]
+    stores = [options.open_stores("rank-0", bytes(16), (100,), tell=False) for _ in range(2)]
     assert stores[0].names == ("host", "store")
     assert stores[0].put([b"a"], [memoryview(b"x" * 100)]) == [True]
     into = bytearray(100)
