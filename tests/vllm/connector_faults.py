@@ -53,7 +53,26 @@ def slow_store() -> None:
     _put(Prefetcher, "answers", lambda *_: {})
 
 
+def lost_transfers() -> None:
+    """Every third transfer between device and host is reported as lost, in the natural layout."""
+    from hybridkv.vllm.natural_tier import NaturalTierWorker  # noqa: PLC0415 - imports torch
+
+    answers = NaturalTierWorker.answers
+
+    def lossy(self: NaturalTierWorker) -> dict[int, int]:
+        return {number: arrived if number % 3 else 0 for number, arrived in answers(self).items()}
+
+    _put(NaturalTierWorker, "answers", lossy)
+
+
 # -- faults
+
+
+def empty_loads() -> None:
+    """Loads of the natural layout bring nothing, and are reported as done."""
+    from hybridkv.vllm.natural_tier import NaturalTierWorker  # noqa: PLC0415 - imports torch
+
+    _put(NaturalTierWorker, "load", lambda _: None)
 
 
 def _kept(change: Callable[[TierRequests, Any, int, int, int], tuple[int, int]]) -> None:
@@ -220,6 +239,7 @@ HARMLESS: Final[Mapping[str, Callable[[], None]]] = {
     "blocks are lost": lost_blocks,
     "loads fail": failed_loads,
     "no answers": slow_store,
+    "transfers are lost": lost_transfers,
 }
 OF_STATES: Final[Mapping[str, Callable[[], None]]] = {
     "a state under the hash of another boundary": other_boundary,
@@ -236,7 +256,8 @@ OF_ALL: Final[Mapping[str, Callable[[], None]]] = {
     "keys without the salt": keys_without_salt,
 }
 OF_GROUPS: Final[Mapping[str, Callable[[], None]]] = {"keys without the group": keys_without_groups}
-_EVERY: Final = {**HARMLESS, **OF_STATES, **OF_WINDOWS, **OF_ALL, **OF_GROUPS}
+OF_NATURAL: Final[Mapping[str, Callable[[], None]]] = {"loads of the natural layout bring nothing": empty_loads}
+_EVERY: Final = {**OF_NATURAL, **HARMLESS, **OF_STATES, **OF_WINDOWS, **OF_ALL, **OF_GROUPS}
 
 
 def commit(name: str) -> None:
@@ -252,5 +273,5 @@ def names(*parts: Mapping[str, Any]) -> Iterator[str]:
 
 def faults_of(*, states: bool, windows: bool, groups: bool) -> Iterable[str]:
     """Those that a model with such groups must see."""
-    return [*names(OF_ALL), *(names(OF_STATES) if states else ()), *(names(OF_WINDOWS) if windows else ()),
+    return [*names(OF_ALL, OF_NATURAL), *(names(OF_STATES) if states else ()), *(names(OF_WINDOWS) if windows else ()),
             *(names(OF_GROUPS) if groups else ())]  # fmt: skip

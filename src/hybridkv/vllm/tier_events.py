@@ -190,7 +190,6 @@ class TierEvents:
             self._events.append(BlockRemoved((place.block_hash,), medium, place.group))
         self._reported.clear()
         self._holders.clear()
-        self._described.clear()
 
     def take(self) -> list[BlockStored | BlockRemoved]:
         """Return the events since the last call, in order."""

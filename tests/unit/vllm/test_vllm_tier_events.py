@@ -139,7 +139,6 @@ def test_reset_removes_all_blocks() -> None:
     events.take()
     events.reset()
     assert set(events.take()) == {BlockRemoved((hashes[0],), CPU, 0), BlockRemoved((hashes[1],), CPU, 1)}
-    events.describe(request, 0, 0)
     events.heard(b"epoch  1", 0, [lost(hashes[0]), got(hashes[0], epoch=b"epoch  1")])
     assert [type(event) for event in events.take()] == [BlockStored], "the block of the new epoch"
 
