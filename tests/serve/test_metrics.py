@@ -12,7 +12,7 @@ from serve_support import LONG, PATH, Served, engine_of, serving
 
 from hybridkv.cache import MissReason
 from hybridkv.errors import ConfigError
-from hybridkv.runner import Engine, EngineOptions, load
+from hybridkv.runner import Completion, Engine, EngineOptions, load
 from hybridkv.runner.drafters import NgramDrafter
 from hybridkv.serve import ServeOptions
 from hybridkv.serve.families import Families
@@ -159,7 +159,12 @@ def test_metrics_prefix_that_is_no_name_is_rejected(prefix: str) -> None:
 
 def test_metrics_count_queue_time(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Engine.step
-    monkeypatch.setattr(Engine, "step", lambda engine: (time.sleep(0.01), step(engine))[1])
+
+    def slow(engine: Engine) -> list[Completion]:
+        time.sleep(0.01)
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", slow)
     with serving(engine_of("llama", max_running=1)) as served:
         served.post(PATH, prompt=["one", "two"], max_tokens=20, ignore_eos=True)
         found = samples(served)
