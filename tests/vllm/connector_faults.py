@@ -69,10 +69,17 @@ def lost_transfers() -> None:
 
 
 def empty_loads() -> None:
-    """Loads of the natural layout bring nothing, and are reported as done."""
-    from hybridkv.vllm.natural_tier import NaturalTierWorker  # noqa: PLC0415 - imports torch
+    """Loads of the natural layout bring zeros."""
+    from hybridkv.worker.tier import HostTierCopier  # noqa: PLC0415 - imports torch
 
-    _put(NaturalTierWorker, "load", lambda _: None)
+    load = HostTierCopier.load
+
+    def wrong(self: HostTierCopier, step: Any) -> None:  # noqa: ANN401 - a Step
+        if len(step.loads):
+            self.arena.zero_()
+        load(self, step)
+
+    _put(HostTierCopier, "load", wrong)
 
 
 def _kept(change: Callable[[TierRequests, Any, int, int, int], tuple[int, int]]) -> None:
@@ -256,7 +263,7 @@ OF_ALL: Final[Mapping[str, Callable[[], None]]] = {
     "keys without the salt": keys_without_salt,
 }
 OF_GROUPS: Final[Mapping[str, Callable[[], None]]] = {"keys without the group": keys_without_groups}
-OF_NATURAL: Final[Mapping[str, Callable[[], None]]] = {"loads of the natural layout bring nothing": empty_loads}
+OF_NATURAL: Final[Mapping[str, Callable[[], None]]] = {"loads of the natural layout bring zeros": empty_loads}
 _EVERY: Final = {**OF_NATURAL, **HARMLESS, **OF_STATES, **OF_WINDOWS, **OF_ALL, **OF_GROUPS}
 
 

@@ -146,6 +146,6 @@ def last_error(log: str) -> str:
 
     vLLM's lines are "(Worker pid=7) ERROR date [file:line] IndexError: ...".
     """
-    lines = [line for line in log.splitlines() if "Error: " in line]
+    lines = [line for line in log.splitlines() if "Error: " in line or "Exception: " in line]
     named = [line for line in lines if line.startswith("(Worker")] or lines or ["its log names no error"]
     return named[-1].partition("] ")[2].strip() or named[-1].strip()
