@@ -177,7 +177,7 @@ def a_turn(eviction: str, ends: int) -> Iterator[float]:
     for serial in range(ends + _TIMED):
         now += 0.1
         end = ResumePoint(serial, random.choice(list(Kind)), 100, now, random.choice([None, 0.5, 20.0, 300.0]))
-        end.saved = random.lognormvariate(0.0, 2.0)
+        end.saved = end.worth = random.lognormvariate(0.0, 2.0)
         if serial == ends:
             begun = time.process_time()
         if serial >= ends and (lowest := ranking.lowest(now)) is not None:

@@ -12,10 +12,11 @@ from hybridkv.eviction import EVERYBODY, TenantShares
 from hybridkv.eviction.choice import HAZARD, Eviction
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
+from hybridkv.simulator.tiers import DiskModel
 from hybridkv.specs import KVCacheSpec
 from hybridkv.step import Csr, Step, StepResult
 from hybridkv.testing.configs import full_spec, natural_model_config
-from hybridkv.tiers import HostTier, TierLimits
+from hybridkv.tiers import HostTier, Prefixes, StoreLookups, TierLimits, parts_of
 
 BLOCK = 16
 
@@ -40,7 +41,8 @@ def manager(
 class Driver:
     """A scheduler over a device and a host, and a worker whose transfers arrive ``delay`` steps late.
 
-    With ``took_s``, transfers take so many seconds, and each token of a step ``token_s``.
+    With ``took_s``, transfers take so many seconds, and each token of a step ``token_s``. With ``stored``, a store
+    behind the host takes every spill, and never finds anything.
     """
 
     def __init__(
@@ -54,12 +56,15 @@ class Driver:
         took_s: float | None = None,
         token_s: float = 0.0,
         shares: TenantShares = EVERYBODY,
+        stored: bool = False,
         **scheduling: Any,  # noqa: ANN401 - SchedulerLimits
     ) -> None:
         self.now, self.took_s, self.token_s = 0.0, took_s, token_s
         clock = time.monotonic if took_s is None else lambda: self.now
         self.cache = manager(device, specs, clock=clock, shares=shares)
-        self.tier = HostTier(self.cache, manager(host, specs, self.cache, clock=clock, shares=shares), limits)
+        held = manager(host, specs, self.cache, clock=clock, shares=shares)
+        names = Prefixes(parts_of(held), b"one model only..", BLOCK)
+        self.tier = HostTier(self.cache, held, limits, StoreLookups(DiskModel(1), names) if stored else None)
         chosen = SchedulerLimits(**{"max_batched_tokens": 8192, **scheduling})
         self.scheduler = Scheduler(self.cache, chosen, tier=self.tier)
         self.delay = delay
@@ -77,6 +82,7 @@ class Driver:
     def result(self, step: Step) -> StepResult:
         now = len(self.steps)
         begun = {*step.stores.transfer.tolist(), *step.loads.transfer.tolist()}
+        begun |= {one.number for one in step.spills}
         self.late += [(number, now + self.delay) for number in sorted(begun)]
         arrived = [number for number, at in self.late if at <= now]
         self.late = [one for one in self.late if one[0] not in arrived]

@@ -1,5 +1,6 @@
 """The prefix cache: which block holds which tokens, which tokens can be reused, and which blocks are evicted."""
 
+from hybridkv.cache.eviction_policy import Below
 from hybridkv.cache.groups import CacheGroup
 from hybridkv.cache.hashing import BlockHasher, EngineHashes
 from hybridkv.cache.holds import BlockLock, Pin
@@ -38,6 +39,7 @@ __all__ = [
     "Admission",
     "AllBlocksCleared",
     "BatchSlots",
+    "Below",
     "BlockHasher",
     "BlockLock",
     "BlockPool",

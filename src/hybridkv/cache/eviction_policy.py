@@ -22,7 +22,7 @@ The states of a resume point, where the policy compares them:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from hybridkv.cache.groups import CacheGroup
 from hybridkv.cache.journal import Ids
@@ -30,6 +30,32 @@ from hybridkv.cache.placement import Placement
 from hybridkv.cache.pool import BlockPool
 from hybridkv.cache.statistics import CacheStatistics
 from hybridkv.request import Request
+
+
+class Copy(Protocol):
+    """A resume point that another tier may have, too."""
+
+    @property
+    def kept(self) -> bool:
+        """Whether that tier still has it."""
+        ...
+
+    @property
+    def below(self) -> Below | None:
+        """Its copy on the tier below that one; None without one."""
+        ...
+
+
+class Below(NamedTuple):
+    """The copy of a resume point on the tier below, and the price of bringing it back.
+
+    Attributes:
+        copy: The resume point on that tier.
+        tokens_per_byte: Tokens of a prompt that are computed in the time in which one of its bytes comes back.
+    """
+
+    copy: Copy
+    tokens_per_byte: float
 
 
 class EvictionPolicy(Protocol):
@@ -72,6 +98,14 @@ class EvictionPolicy(Protocol):
 
     def give_up(self, request: Request, tokens: int) -> None:
         """Evict the resume point at ``tokens`` of ``request`` at once: a tier has it."""
+        ...
+
+    def copy_at(self, request: Request, tokens: int) -> Copy | None:
+        """Return the kept resume point at ``tokens`` of ``request``; None if it is not known."""
+        ...
+
+    def note_below(self, request: Request, tokens: int, below: Below) -> None:
+        """Note that the tier below has a copy of the resume point at ``tokens`` of ``request``."""
         ...
 
     def make_way(self, n: int, group: int) -> None:
@@ -142,6 +176,13 @@ class LeastRecentlyUsed:
             del self._consumed[request.row]
 
     def give_up(self, request: Request, tokens: int) -> None:
+        """Do nothing: no resume point is known."""
+
+    def copy_at(self, request: Request, tokens: int) -> Copy | None:  # noqa: ARG002 - a method of EvictionPolicy
+        """Return None: no resume point is known."""
+        return None
+
+    def note_below(self, request: Request, tokens: int, below: Below) -> None:
         """Do nothing: no resume point is known."""
 
     def make_way(self, n: int, group: int) -> None:

@@ -1,6 +1,7 @@
 """Rank resume points by value: how soon similar ones were hit, times the tokens saved per byte (docs/design/0019).
 
-value    (index of its class at its age + index of its heir) * tokens saved per byte
+value    (index of its class at its age + index of its heir) * tokens saved per byte; with a copy on the tier below, at
+         most the tokens computed in the time in which a byte comes back (docs/design/0053)
 class    kind and hint, hits so far (3 or more count as one), gap between its own hits; without hits, the gap of its
          session
 heir     the most valuable evicted resume point that this one serves instead; a hit of this one clears it
@@ -365,7 +366,7 @@ class HazardRanking:
     def add(self, point: ResumePoint, now: float) -> None:  # noqa: ARG002 - the signature of a ranking
         """Add ``point`` to the ring of its class and of the tokens that it saves per byte."""
         self._row(point)
-        key = point.ring = point.class_number, math.frexp(point.saved)[1]
+        key = point.ring = point.class_number, math.frexp(point.worth)[1]
         point.until = -math.inf
         ring = self._rings.get(key)
         if ring is None:
@@ -422,7 +423,7 @@ class HazardRanking:
         if heir is not None:
             bucket = bucket_of(now - heir.used)
             index, until = index + indices[heir.class_number][bucket], min(until, heir.used + NEXT[bucket])
-        point.value, point.until, point.learned = index * point.saved, until - _ROUNDING, self._looked
+        point.value, point.until, point.learned = index * point.worth, until - _ROUNDING, self._looked
 
     def value(self, point: ResumePoint, now: float) -> float:
         """Return the tokens per second and byte that ``point`` is expected to save."""
@@ -430,7 +431,7 @@ class HazardRanking:
         index = self.gittins[point.class_number][bucket_of(now - point.used)]
         if point.heir is not None:
             index += self._index_of(point.heir, now)
-        return index * point.saved
+        return index * point.worth
 
     def _index_of(self, heir: Heir, now: float) -> float:
         return self.gittins[heir.class_number][bucket_of(now - heir.used)]
@@ -476,7 +477,7 @@ class HazardRanking:
         wrong = []
         for key, ring in self._rings.items():
             for used, _, point in ring.points:
-                if point.ring != key or (self._number_of(*class_of(point)), math.frexp(point.saved)[1]) != key:
+                if point.ring != key or (self._number_of(*class_of(point)), math.frexp(point.worth)[1]) != key:
                     wrong.append(f"a resume point of {point.tokens} tokens is in the wrong ring {key}")
                 elif self._used.item(point.row) != used or self._class.item(point.row) != point.class_number:
                     wrong.append(f"the columns of the resume point of {point.tokens} tokens belong to another")

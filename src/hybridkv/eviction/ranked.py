@@ -19,6 +19,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridkv.cache.eviction_policy import Below
 from hybridkv.cache.index import KnownTokens, add_known, leading_known
 from hybridkv.cache.journal import BlockFact, Cleared, Ids
 from hybridkv.cache.pool import BlockPool
@@ -44,6 +45,7 @@ from hybridkv.eviction.resume_points import (
     kind_of,
     of_session,
     parts_of,
+    worth_of,
 )
 from hybridkv.eviction.tenants import TenantRankings
 from hybridkv.request import NO_HINTS, Request
@@ -299,6 +301,7 @@ class RankedResumePoints:
         if not point.kept:
             self._adopt(request, point, now)
             point.saved = self._blocks.saving(request, point, parent, wanted)
+            point.worth = point.saved if point.below is None else worth_of(point)
         admitted = self._give_way(wanted, now, point)
         if not point.kept and not admitted:
             self._record_evicted(point, parent, now, declined=True)
@@ -400,6 +403,22 @@ class RankedResumePoints:
             return
         if point.tenant == self._tenant_of(request):
             self._release(point, self._clock())
+
+    def copy_at(self, request: Request, tokens: int) -> ResumePoint | None:
+        """Return the kept resume point at ``tokens`` of ``request``; None if there is none. O(1)."""
+        place = self._tree.place_of(request, tokens)
+        point = None if place is None else self._tree.at(place)
+        return point if point is not None and point.kept else None
+
+    def note_below(self, request: Request, tokens: int, below: Below) -> None:
+        """Note the copy of the resume point at ``tokens`` of ``request``: evicted, it costs no more than its return."""
+        self.settle()
+        place = self._tree.place_of(request, tokens)
+        point = None if place is None else self._tree.at(place)
+        if point is not None:
+            point.below = below
+            if point.kept:
+                self._change_saved(point, point.saved, self._clock())
 
     def _note_hint(self, point: ResumePoint, hint: int, now: float) -> None:
         """Set the hint of ``point``."""
@@ -534,7 +553,8 @@ class RankedResumePoints:
                 self._unpark(now)
                 continue
             saved, held = self._blocks.look(lowest)
-            if saved != lowest.saved:  # an unrelated resume point came or went
+            copied = lowest.below is not None
+            if saved != lowest.saved or (copied and lowest.worth != worth_of(lowest)):  # others came or went
                 self._change_saved(lowest, saved, now)
             elif not held:
                 return lowest
@@ -579,6 +599,7 @@ class RankedResumePoints:
         """Rank ``point`` by ``saved`` tokens per byte."""
         self._unrank(point)
         point.saved = saved
+        point.worth = saved if point.below is None else worth_of(point)
         self._rank(point, now)
 
     # -- changes of blocks

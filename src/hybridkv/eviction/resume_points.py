@@ -42,6 +42,7 @@ from enum import IntEnum
 from operator import attrgetter
 from typing import Final, NamedTuple
 
+from hybridkv.cache.eviction_policy import Below
 from hybridkv.cache.index import TOKEN_BYTES, opening
 from hybridkv.errors import CacheError
 from hybridkv.request import NO_HINTS, Hints, Request
@@ -88,6 +89,8 @@ class ResumePoint:
         log_gap: Mean of the natural logarithm of the seconds between hits, in which the last counts half; 0.0 before
             the first.
         saved: Tokens after its parent for each byte that it needs.
+        worth: ``saved``, or the tokens computed in the time in which a byte comes back from its copy, if fewer.
+        below: Its copy on the tier below; None if none is known.
         awaited: Whether a waiting request will resume here.
         safe_until: The time in seconds at which the longest time to live ends that a request asked for.
         protected: Whether it is evicted after all others of its tenant: it is awaited, or its time to live lasts.
@@ -112,6 +115,8 @@ class ResumePoint:
     hits: int = 0
     log_gap: float = 0.0
     saved: float = 0.0
+    worth: float = 0.0
+    below: Below | None = field(default=None, repr=False)
     hint: int = NOTHING
     awaited: bool = False
     safe_until: float = -math.inf
@@ -130,6 +135,19 @@ class Heir(NamedTuple):
 
     class_number: int
     used: float
+
+
+def worth_of(point: ResumePoint) -> float:
+    """Return the tokens per byte that are computed, or could be, to bring back ``point`` after its eviction."""
+    return point.saved if point.below is None else min(point.saved, _restored(point.below))
+
+
+def _restored(below: Below) -> float:
+    """Return the tokens computed in the time in which a byte comes back. A copy that is gone may have one below it."""
+    copy, price = below
+    if copy.kept:
+        return price
+    return math.inf if copy.below is None else price + _restored(copy.below)
 
 
 def note_hit(point: ResumePoint, now: float) -> None:

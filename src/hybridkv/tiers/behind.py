@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache import BlockLock, KVCacheManager
+from hybridkv.cache import Below, BlockLock, KVCacheManager
 from hybridkv.request import Request
 from hybridkv.step import StoreTransfer
 from hybridkv.tiers.carriers import NO_COLUMNS, Carried, Carriers, Wanted, Way
@@ -26,11 +27,23 @@ from hybridkv.tiers.times import Direction, TransferTimes
 Int32 = NDArray[np.int32]
 
 
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A resume point in the store. The store evicts by itself and reports nothing, so it counts as kept."""
+
+    kept: bool = True
+    below: None = None
+
+
+_STORED: Final = _Stored()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Spill:
     """A resume point that goes to the store.
 
     Attributes:
+        carrier: A request of its tokens and one more.
         lock: Keeps its blocks on the host in place.
         transfer: Its blocks and their keys.
         num_bytes: Bytes of the blocks.
@@ -38,6 +51,7 @@ class _Spill:
         since: When that was, in seconds of the clock.
     """
 
+    carrier: Request
     lock: BlockLock
     transfer: StoreTransfer
     num_bytes: int
@@ -192,7 +206,7 @@ class StoreBehind:
         number, mark = self._carriers.number(), self._lookups.prefixes.mark(carrier, tokens)
         transfer = StoreTransfer(number, *self._named(carrier, tokens, held, columns), *mark)
         lock = self._host.engine.lock(carrier)
-        self._spills[number] = _Spill(lock, transfer, self._carriers.bytes_of(columns))
+        self._spills[number] = _Spill(carrier, lock, transfer, self._carriers.bytes_of(columns))
 
     def begun(self, number: int) -> bool:
         """Return whether a number is that of a spill that a Step began.
@@ -214,9 +228,20 @@ class StoreBehind:
         self._times.add(Direction.DOWN, self._carriers.now - one.since, arrived=arrived)
         if arrived:
             self._counts.update(spills=1, spilled_bytes=one.num_bytes)
+            self.note_stored(one.carrier)
         else:
             self._counts["spills_lost"] += 1
         return one.num_bytes
+
+    def note_stored(self, carrier: Request) -> None:
+        """Tell the host that the store has a resume point, and at which price it comes back.
+
+        Args:
+            carrier: A request of its tokens and one more.
+        """
+        price = self._prices.tokens_per_byte(Way.FETCH)
+        if price is not None:
+            self._host.eviction_policy.note_below(carrier, carrier.num_tokens - 1, Below(_STORED, price))
 
     def fail(self, first_step: int) -> list[int]:
         """End the spills of steps that failed, and return their numbers.

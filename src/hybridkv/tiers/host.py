@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.arguments import instance
-from hybridkv.cache import AllBlocksCleared, EventsDropped, Hit, KVCacheEvent, KVCacheManager
+from hybridkv.cache import AllBlocksCleared, Below, EventsDropped, Hit, KVCacheEvent, KVCacheManager
 from hybridkv.errors import CacheError, ConfigError, WorkerError
 from hybridkv.request import Request
 from hybridkv.step import NO_TIER_COPIES, Copy, Step, StepResult, StoreTransfer, TierCopies
@@ -303,6 +303,7 @@ class HostTier:
         if have.tokens == tokens:
             if ends_prompt:  # nothing is copied, but the host learns that its resume point was hit
                 self.host.eviction_policy.begin(carrier, tokens)
+            self._note_below(carrier, tokens)
             self._demote(carrier, tokens)
             return
         found = self.device.find_hit(carrier)
@@ -515,12 +516,22 @@ class HostTier:
         self._answer(one, arrived=True)
         if one.way is Way.STORE:
             self._counts.update(stores=1, stored_bytes=one.num_bytes)
+            self._note_below(one.wanted.carrier, one.wanted.tokens)
             self._demote(one.wanted.carrier, one.wanted.tokens)
         elif one.way is Way.LOAD:
             self._counts.update(loads=1, loaded_bytes=one.num_bytes, loaded_tokens=one.new_tokens)
+            self._note_below(one.wanted.carrier, one.wanted.tokens)
         else:
             self._counts.update(fetches=1, fetched_bytes=one.num_bytes, fetched_tokens=one.new_tokens)
+            if self._behind is not None:
+                self._behind.note_stored(one.wanted.carrier)
         return one
+
+    def _note_below(self, carrier: Request, tokens: int) -> None:
+        """Tell the device that the host has a resume point, and at which price it comes back."""
+        price, copy = self.prices.tokens_per_byte(Way.LOAD), self.host.eviction_policy.copy_at(carrier, tokens)
+        if price is not None and copy is not None:
+            self.device.eviction_policy.note_below(carrier, tokens, Below(copy, price))
 
     def _demote(self, carrier: Request, tokens: int) -> None:
         """Evict a resume point, which the host has, from the device if its hints say so."""

@@ -127,6 +127,15 @@ class Prices:
         if seconds > 0:
             self._compute.add(tokens, seconds, now)
 
+    def tokens_per_byte(self, way: Way) -> float | None:
+        """Return the tokens that are computed in the time of one byte on a way; ``None`` while too little is known.
+
+        Args:
+            way: The way.
+        """
+        computed, moved = self._compute.rate, self.of[way].rate
+        return None if computed is None or moved is None else computed / moved
+
     def is_faster(self, tokens: int, num_bytes: int, *ways: Way) -> bool:
         """Return whether a transfer takes no longer than computing its tokens, or is not known to.
 

@@ -13,7 +13,7 @@ def end(
     serial: int, kind: Kind = Kind.PROMPT, used: float = 0.0, saved: float = 1.0, gap: float | None = None
 ) -> ResumePoint:
     made = ResumePoint(serial, kind, 100, used, gap)
-    made.saved = saved
+    made.saved = made.worth = saved
     return made
 
 
@@ -75,5 +75,5 @@ def test_hazard_check_reports_resume_point_in_wrong_ring() -> None:
     ranking = HazardRanking()
     one = end(1)
     ranking.add(one, 0.0)
-    one.saved *= 4
+    one.worth *= 4
     assert ranking.check() == ["a resume point of 100 tokens is in the wrong ring (3, 1)"]

@@ -251,7 +251,7 @@ def test_hint_that_fails_often_is_ignored() -> None:
 
     def end(serial: int, hint: int, used: float) -> ResumePoint:
         made = ResumePoint(serial, Kind.OUTPUT, 100, used, None)
-        made.saved = 1.0
+        made.saved = made.worth = 1.0
         ranking.note_hint(made, hint, used)
         return made
 

@@ -111,6 +111,14 @@ def test_unknown_sides_are_tried() -> None:
     assert not nothing.is_faster(10**6, MB, Way.FETCH)
 
 
+def test_price_of_a_byte_is_the_tokens_computed_in_its_time() -> None:
+    assert prices(MB, 1e4).tokens_per_byte(Way.FETCH) == pytest.approx(1e4 / MB)
+    assert prices(MB, 1e4).tokens_per_byte(Way.LOAD) is None  # not measured
+    given = Prices(TierLimits(load_bytes_per_s=200.0))
+    assert given.tokens_per_byte(Way.LOAD) is None  # computing is not measured
+    assert Prices(TierLimits(load_bytes_per_s=200.0, tokens_per_s=10.0)).tokens_per_byte(Way.LOAD) == 0.05
+
+
 def test_given_rates_are_not_measured() -> None:
     limits = TierLimits(fetch_bytes_per_s=100.0, load_bytes_per_s=100.0, tokens_per_s=10.0)
     made = prices(1e9, 1e9, limits)
