@@ -161,7 +161,7 @@ class Carriers:
         Returns:
             The number of the transfer and the blocks of the carrier, int32[columns] for each group. ``None`` if the
             target has no room, or if a block would stay without content: a window may keep more tokens than a hit
-            brings (``retained``). An empty ring has no content.
+            brings (``retained``). Blocks of drafts, and an empty ring, need none.
 
         Raises:
             CacheError: The target has fewer columns than are written.
@@ -174,12 +174,12 @@ class Carriers:
             return None
         held, shared = target.get_blocks(carrier.request_id).ids, target.engine.blocks_of(had).ids
         for group, (to, at, ids) in enumerate(zip(held, columns, shared, strict=True)):
-            if not len(at) and keeps[group] in {Keeps.RING, Keeps.ENCODER}:
-                continue  # the ring is empty there, and the encoder's output is shared
             if len(at) and at[-1] >= len(to):
                 raise CacheError(
                     f"group {group} of a transfer has no blocks for columns {at.tolist()} of {to.tolist()}"
                 )
+            if keeps[group] in {Keeps.STATE, Keeps.RING, Keeps.ENCODER}:
+                continue  # blocks of drafts and an empty ring need no content, and a whole output may be shared
             filled = np.zeros(len(to), np.bool_)
             filled[at] = filled[: len(ids)] = True
             if to[~filled].any():

@@ -51,6 +51,17 @@ def test_states_come_up_with_the_tokens_that_they_follow() -> None:
     assert run.hits["again"] == len(first) - 1 or run.hits["again"] == len(first)
 
 
+def test_states_with_blocks_for_drafts_go_down_and_come_up() -> None:
+    run = Driver(device=15, host=60, specs=(full_spec(BLOCK), state_spec(BLOCK, 2)), num_speculative_tokens=2)
+    first = tokens(1, 4, 6)
+    run.served("first", first)
+    run.served("other", tokens(2, 8))
+    run.request("again", [*first, 3])
+    run.run()
+    assert run.hits["again"] == len(first)
+    assert run.tier.statistics().loads == 1
+
+
 @pytest.mark.parametrize(("more", "rings"), [(6, 1), (8, 0)])
 def test_ring_comes_up_unless_it_is_empty(more: int, rings: int) -> None:
     run = Driver(device=11, host=60, specs=(full_spec(BLOCK), ring_spec(8, 4)))
