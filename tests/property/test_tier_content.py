@@ -4,7 +4,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from tier_runs import ENCODERS, RINGS, Run
+from tier_runs import ENCODERS, REFERENCE, RINGS, Run
 
 from how_much import how_many
 
@@ -41,3 +41,8 @@ def test_rows_read_their_own_rings_and_encoders_through_tiers(kinds: Any, *, sto
     seen = sum((Run(seed, stored=stored, kinds=kinds).run() for seed in range(how_many(40))), Counter[str]())
     assert all(seen[name] > 10 for name in ("stores", "loads", "lost", "failed", "moves")), seen
     assert not stored or seen["fetches"] > 5, seen
+
+
+def test_rows_read_their_own_tokens_in_the_reference_layout() -> None:
+    seen = sum((Run(seed, kinds=REFERENCE).run() for seed in range(how_many(60))), Counter[str]())
+    assert all(seen[name] > 10 for name in ("stores", "loads", "lost", "failed")), seen

@@ -33,6 +33,7 @@ from hybridkv.testing.configs import (
     chunk_spec,
     cross_spec,
     full_spec,
+    model_config,
     natural_model_config,
     rate_spec,
     ring_spec,
@@ -67,6 +68,17 @@ ENCODED = (EncoderInput("short", 3), EncoderInput("long", 9))
 """Inputs of encoders."""
 
 VOCABULARY, LONGEST, CHATS, MAX_LEN = 4, 36, 3, 48
+
+
+# the groups of SLABS and RINGS, in blocks of one size
+REFERENCE: dict[Callable[[int], Specs], tuple[tuple[int, ...], ...]] = dict.fromkeys([*SLABS, *RINGS], ((),))
+
+
+def config_of(num_units: int, specs: Specs, blocks_per_slab: tuple[int, ...]) -> KVCacheConfig:
+    """A config of so many slabs, or of so many blocks of one size where ``blocks_per_slab`` is empty."""
+    if blocks_per_slab:
+        return natural_model_config(num_units, specs, blocks_per_slab)
+    return model_config(num_units, specs)
 
 
 class StallError(Exception):
@@ -118,7 +130,7 @@ class Run:
         kind = random.choice(list(kinds))
         specs, blocks_per_slab = kind(drafts), random.choice(kinds[kind])
         device = self.smallest(limits, specs, blocks_per_slab)
-        host = natural_model_config(random.choice((1, 2, 5)) * device.num_blocks, specs, blocks_per_slab)
+        host = config_of(random.choice((1, 2, 5)) * device.num_blocks, specs, blocks_per_slab)
         self.device, self.host, self.limits = device, host, limits
         self.bounds = TierLimits(
             random.choice((1, 2, 3)),
@@ -192,7 +204,7 @@ class Run:
 
     def options(self, *, logs: bool = False) -> CacheOptions:
         return CacheOptions(
-            placement=EndsPlacement(),
+            placement=None if self.device.slabs is None else EndsPlacement(),
             eviction=HAZARD,
             shares=self.shares,
             log_resume_points=logs,
@@ -202,7 +214,7 @@ class Run:
     def smallest(self, limits: SchedulerLimits, specs: Specs, blocks_per_slab: tuple[int, ...]) -> KVCacheConfig:
         """Of the configs that take the longest request, one of the smallest."""
         for slabs in range(4, 80):
-            config = natural_model_config(slabs + self.random.randint(0, 3), specs, blocks_per_slab)
+            config = config_of(slabs + self.random.randint(0, 3), specs, blocks_per_slab)
             scheduler = Scheduler(KVCacheManager(config, MAX_LEN), limits)
             heard = ENCODED[-1] if scheduler.cache.bounds.reads_encoder else None
             with suppress(CapacityError):

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from listening import sound
@@ -10,6 +11,8 @@ from runner_support import REPRESENTATIVE, generated, greedy, loaded_model
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.planner import Plan
 from hybridkv.runner import TINY_ENCODER_DECODERS, Engine, EngineOptions, LoadedModel, Stored, plan_for
+from hybridkv.runner.drafters import NgramDrafter
+from hybridkv.stores import DiskFolder
 from hybridkv.tiers import HostTierStatistics
 
 OUTPUT, ROUNDS = 6, 3
@@ -54,6 +57,38 @@ def test_engine_with_host_memory_gives_the_same_tokens(name: str, in_flight: int
     assert tier.loads > 0
     assert tier.lost == 0
     assert more_hits > hits
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v4", "qwen3_next", "falcon_h1"])
+def test_reference_layout_with_host_memory_gives_the_same_tokens(name: str) -> None:
+    loaded, prompts = loaded_model(name), chats(6, 1)
+    longest = max(map(len, prompts)) + OUTPUT
+    plan = plan_for(loaded, [longest, longest], max_model_len=longest + 1, layout="reference")
+    chosen, found = EngineOptions(max_running=2, self_check=False, eviction="hazard"), list[int]()
+    made = list[list[tuple[int, ...]]]()
+    for host_memory in (None, "32MiB"):
+        with Engine(loaded, plan, chosen, host_memory=host_memory) as engine:
+            rounds = [engine.generate(prompts, greedy(OUTPUT)) for _ in range(ROUNDS)]
+            engine.scheduler.check()
+        made.append([one.token_ids for done in rounds for one in done])
+        found.append(engine.scheduler.prompt_tokens_found[1])
+    assert made[0] == made[1]
+    assert engine.tier is not None
+    assert engine.tier.statistics().loads > 0
+    assert found[1] > found[0]
+
+
+def test_recurrent_states_come_up_in_an_engine_with_drafts() -> None:
+    loaded, prompts = loaded_model("qwen3_next"), chats(6, 1)
+    longest = max(map(len, prompts)) + OUTPUT
+    plan = plan_for(loaded, [longest, longest], max_model_len=longest + 1, num_speculative_tokens=2)
+    chosen = EngineOptions(max_running=2, self_check=False)
+    with Engine(loaded, plan, chosen, host_memory="32MiB", speculate=NgramDrafter(2)) as engine:
+        for _ in range(ROUNDS):
+            made = [one.token_ids for one in engine.generate(prompts, greedy(OUTPUT))]
+            assert made == [generated(loaded, prompt, OUTPUT) for prompt in prompts]
+    assert engine.tier is not None
+    assert engine.tier.statistics().loads > 0
 
 
 @pytest.mark.parametrize("name", TINY_ENCODER_DECODERS)
@@ -103,13 +138,17 @@ def test_quantized_pages_come_up_as_they_went_down() -> None:
     assert tier.loads > 0
 
 
-def test_host_memory_that_cannot_work_is_rejected_by_name() -> None:
+def test_host_memory_that_cannot_work_is_rejected_by_name(tmp_path: Path) -> None:
     llama = loaded_model("llama")
     with pytest.raises(CapacityError, match="too small for a tier"):
         Engine(llama, memory="1MiB", max_model_len=64, host_memory=1)
     with pytest.raises(ConfigError, match="a host tier needs prefix caching"):
         Engine(llama, memory="1MiB", max_model_len=64, host_memory="1MiB", options=EngineOptions(prefix_caching=False))
-    with pytest.raises(ConfigError, match="a tier of the reference layout cannot be planned"):
-        Engine(llama, plan_for(llama, [64], layout="reference"), host_memory="1MiB")
+    whole = plan_for(llama, [64], layout="reference")
+    with pytest.raises(ConfigError, match="eviction lru knows no resume points in the reference layout"):
+        Engine(llama, whole, host_memory="1MiB")
+    by_value, disk = EngineOptions(eviction="hazard"), DiskFolder(tmp_path / "disk", "64MiB")
+    with pytest.raises(ConfigError, match="a store needs the natural layout"):
+        Engine(llama, whole, by_value, host_memory="1MiB", store=disk)
     with Engine(llama, memory="1MiB", max_model_len=64) as engine:  # the model is free again
         assert engine.generate([[5, 6, 7]], greedy(2))[0].token_ids

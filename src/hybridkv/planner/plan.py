@@ -28,7 +28,7 @@ from hybridkv.planner.config import (
     tokens_that_fit,
 )
 from hybridkv.planner.natural import natural_choices, natural_config
-from hybridkv.planner.reference import reference_choice, with_placement
+from hybridkv.planner.reference import reference_choice, with_blocks, with_placement
 from hybridkv.planner.reference import windows_as_full as as_full
 from hybridkv.specs import BATCHED_TOKENS, Keeps, MambaSpec, RequestLimits
 from hybridkv.units import MOST_COUNT, format_bytes, format_count, parse_bytes, shown
@@ -192,27 +192,25 @@ def tier_plan(made: Plan, memory: int | str) -> Plan:
     """Plan a tier behind the device: the groups and blocks of ``made``, as many as ``memory`` holds.
 
     Args:
-        made: the plan of the device. Natural layout only.
+        made: the plan of the device.
         memory: bytes of the tier on one rank, or a size like ``"40GiB"``.
 
     Raises:
-        ConfigError: the plan has another layout.
-        CapacityError: the memory holds no slab beside the null slab; the message has the least that does.
+        CapacityError: the memory holds no slab, or block, next to the null one; the message has the least that does.
     """
     instance("made", made, Plan)
     memory_bytes = parse_bytes(memory if isinstance(memory, str) else integer("memory", memory))
-    slabs = made.config.slabs
-    if slabs is None:
-        raise ConfigError(
-            f"a tier of the {REFERENCE} layout cannot be planned: use the {NATURAL} layout (--layout {NATURAL})"
-        )
-    if memory_bytes < 2 * slabs.slab_bytes:
+    config, each = made.config, made.config.unit_bytes
+    units = memory_bytes // each
+    if units < 2:
         raise CapacityError(
-            f"{format_bytes(memory_bytes)} is too small for a tier, which has slabs of "
-            f"{format_bytes(slabs.slab_bytes)}, one of them always empty: give at least {2 * slabs.slab_bytes} bytes"
+            f"{format_bytes(memory_bytes)} is too small for a tier, which has {config.unit}s of {format_bytes(each)}, "
+            f"one of them always empty: give at least {2 * each} bytes"
         )
-    more = replace(slabs, num_slabs=memory_bytes // slabs.slab_bytes)
-    return replace(made, config=natural_config(made.config.groups, more), memory_bytes=memory_bytes)
+    if config.slabs is None:
+        return replace(made, config=with_blocks(config, units), memory_bytes=memory_bytes)
+    more = natural_config(config.groups, replace(config.slabs, num_slabs=units))
+    return replace(made, config=more, memory_bytes=memory_bytes)
 
 
 def _config(

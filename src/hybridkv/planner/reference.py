@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from functools import partial
+from itertools import accumulate
 from math import ceil
 from typing import Final
 
@@ -257,3 +258,15 @@ def reference_layout(grouping: Grouping, num_blocks: int) -> KVCacheConfig:
         tensors.append(KVCacheTensor(page * num_blocks, shared_by, offset_bytes, page))
         offset_bytes += page * num_blocks
     return KVCacheConfig(num_blocks, tuple(tensors), grouping.groups)
+
+
+def with_blocks(config: KVCacheConfig, num_blocks: int) -> KVCacheConfig:
+    """Return the same layout of ``num_blocks`` blocks, null block included; tensors follow each other in the arena."""
+    if config.packed_block_bytes is not None:
+        return packed_config(config.groups, config.packed_block_bytes, num_blocks)
+    strides = [tensor.block_stride_bytes for tensor in config.tensors]
+    tensors = tuple(
+        KVCacheTensor(stride * num_blocks, tensor.shared_by, before * num_blocks, stride)
+        for tensor, stride, before in zip(config.tensors, strides, accumulate(strides, initial=0), strict=False)
+    )
+    return KVCacheConfig(num_blocks, tensors, config.groups)

@@ -88,7 +88,7 @@ class Engine:
         tokenizer: the tokenizer of a transformers model. Without one, prompts and outputs are token ids.
         memory: bytes, or a size such as "8GiB", for a plan made here.
         max_model_len: tokens of the longest request, for a plan made here.
-        host_memory: bytes, or a size, of host memory for prefixes that the device evicts; in the natural layout only.
+        host_memory: bytes, or a size, of host memory for prefixes that the device evicts; evictions by value only.
         store: a store behind the host memory, which outlives the engine, such as DiskFolder; None for none.
         stored: the form of keys and values in pages, for a plan made here.
         observer: called with the logits of every Step (hybridkv.runner.runner.Observer).

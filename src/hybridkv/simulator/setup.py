@@ -54,7 +54,7 @@ class ReplaySettings:
             (num_speculative_tokens), and no step is fast-forwarded.
         short_share: share of a step's tokens that short requests take first, as in ``SchedulerLimits``; ``None``: the
             default of the layout.
-        host_memory: natural layout: bytes of one rank's host memory that keep resume points, or a size like
+        host_memory: evictions by value: bytes of one rank's host memory that keep resume points, or a size like
             ``"40GiB"``; ``None``: no host tier. Its rate is that of ``hardware``.
         disk_memory: bytes of one rank's disk behind the host memory, or a size; ``None``: no disk.
         disk_bytes_per_s: rate of the disk, in bytes per second for reads and for writes.

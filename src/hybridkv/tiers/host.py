@@ -175,7 +175,8 @@ class HostTier:
         times_of_store: How long those between the host and the store took.
 
     Raises:
-        ConfigError: The two managers do not fit each other, or caching is off.
+        ConfigError: The two managers do not fit each other, caching is off, or there is a store in the reference
+            layout.
     """
 
     def __init__(
@@ -197,6 +198,8 @@ class HostTier:
         self._behind = None
         if lookups is not None:
             found = instance("lookups", lookups, StoreLookups)
+            if not device.bounds.keeps_resume_points:  # in the reference layout
+                raise ConfigError("a store needs the natural layout: use it (--layout natural), or leave the store out")
             self._behind = StoreBehind(
                 host, found, self._carriers, self.prices, counts=self._counts, times=self.times_of_store
             )
@@ -652,8 +655,8 @@ def _require_alike(device: KVCacheManager, host: KVCacheManager) -> int:
         raise ConfigError("the device's manager logs no resume points: construct it with log_resume_points=True")
     if device.checkpoints.idle:
         raise ConfigError(
-            f"eviction {device.eviction.name} knows no resume points of a model without recurrent layers, so nothing "
-            "would go to the host: use hazard (--eviction hazard)"
+            f"eviction {device.eviction.name} knows no resume points in the reference layout, or of a model without "
+            "recurrent layers, so nothing would go to the host: use hazard (--eviction hazard)"
         )
     mine, theirs = device.config, host.config
     sizes, other = ([one.block_bytes_of(group) for group in range(len(one.groups))] for one in (mine, theirs))

@@ -385,7 +385,7 @@ def test_host_tier_in_the_document_of_a_replay() -> None:
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        (("--host-memory", "8GiB", "--layout", "reference"), "--layout natural"),
+        (("--host-memory", "8GiB", "--layout", "reference"), "--eviction hazard"),
         (("--host-memory", "much"), "--host-memory"),
         (("--host-memory", "8GiB", "--no-prefix-caching"), "--host-memory"),
         (("--host-bandwidth", "20GB/s"), "--host-bandwidth has no effect without --host-memory"),
