@@ -53,7 +53,7 @@ def left(made: Simulation) -> tuple[object, ...]:
         (QWEN, "1GiB", {}),
         (QWEN, "1GiB", {"time_scale": 0.0}),
         (QWEN, "1GiB", {"eviction": "lru", "placement": "interval:512"}),
-        ("llama-3-8b", "3GiB", {}),
+        ("llama-3-8b", "2GiB", {}),
         ("gemma-3-27b", "8GiB", {}),
     ],
 )
