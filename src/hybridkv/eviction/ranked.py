@@ -400,8 +400,7 @@ class RankedResumePoints:
     def give_up(self, request: Request, tokens: int) -> None:
         """Evict the resume point at ``tokens`` of ``request``, unless many begin with it or a request waits for it."""
         self.settle()
-        place = self._tree.place_of(request, tokens)
-        point = None if place is None else self._tree.at(place)
+        point = self._tree.find(request, tokens)
         if point is None or not point.kept or point.awaited or point.hint == BY_ALL:
             return
         if point.tenant == self._tenant_of(request):
@@ -409,15 +408,13 @@ class RankedResumePoints:
 
     def copy_at(self, request: Request, tokens: int) -> ResumePoint | None:
         """Return the kept resume point at ``tokens`` of ``request``; None if there is none. O(1)."""
-        place = self._tree.place_of(request, tokens)
-        point = None if place is None else self._tree.at(place)
+        point = self._tree.find(request, tokens)
         return point if point is not None and point.kept else None
 
     def note_below(self, request: Request, tokens: int, below: Below) -> None:
         """Note the copy of the resume point at ``tokens`` of ``request``: evicted, it costs no more than its return."""
         self.settle()
-        place = self._tree.place_of(request, tokens)
-        point = None if place is None else self._tree.at(place)
+        point = self._tree.find(request, tokens)
         if point is not None:
             point.below = below
             if point.kept:

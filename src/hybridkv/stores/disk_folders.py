@@ -30,18 +30,18 @@ class _Other:
         self._view: DiskView | None = None
         self._lock = threading.Lock()
 
-    def ask(self, count: int, call: Callable[[DiskView], list[bool]]) -> list[bool]:
-        """Return what a call of the view answers; ``count`` misses without a view."""
+    def ask(self, places: list[int], call: Callable[[DiskView, list[int]], list[bool]]) -> list[bool]:
+        """Return what a call of the view answers for ``places``; misses without a view."""
         with self._lock:
             try:
                 if self._view is None and self._opened is not None:
                     self._view = self._opened()
                 if self._view is not None:
-                    return call(self._view)
+                    return call(self._view, places)
             except ConfigError as error:
                 logger.warning("the disk of another engine is not read: %s", error)
                 self._close()
-        return [False] * count
+        return [False] * len(places)
 
     def close(self) -> None:
         """Close the view; later calls are misses."""
@@ -74,14 +74,7 @@ class DiskFolders:
             keys: Keys of 1 to 64 bytes.
         """
         found = self._own.exists(keys)
-        for other in self._others:
-            left = [at for at, is_found in enumerate(found) if not is_found]
-            if not left:
-                break
-            asked = [keys[at] for at in left]
-            for at, is_found in zip(left, other.ask(len(left), lambda view: view.exists(asked)), strict=True):  # noqa: B023
-                found[at] = is_found
-        return found
+        return self._with_others(found, lambda view, left: view.exists([keys[at] for at in left]))
 
     def get(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[bool]:
         """Read blocks, and return for each whether the whole block arrived and its checksum holds. O(bytes).
@@ -95,12 +88,18 @@ class DiskFolders:
         """
         buffers = checked_into(keys, into)
         found = self._own.get(keys, buffers)
+        return self._with_others(
+            found, lambda view, left: view.get([keys[at] for at in left], [buffers[at] for at in left])
+        )
+
+    def _with_others(self, found: list[bool], ask: Callable[[DiskView, list[int]], list[bool]]) -> list[bool]:
+        """Ask the other folders in turn for the places that are not ``found`` yet, and return ``found``."""
         for other in self._others:
             left = [at for at, is_found in enumerate(found) if not is_found]
             if not left:
                 break
-            asked, places = [keys[at] for at in left], [buffers[at] for at in left]
-            for at, is_found in zip(left, other.ask(len(left), lambda view: view.get(asked, places)), strict=True):  # noqa: B023
+            answers = other.ask(left, ask)
+            for at, is_found in zip(left, answers, strict=True):
                 found[at] = is_found
         return found
 
