@@ -1,11 +1,14 @@
-"""Defaults of vLLM on GPUs that its CPU platform switches off, switched on in this process: for vllm_engine.py.
+"""What vllm_engine.py changes in its process so that engines on GPUs and on CPUs can be compared.
 
-``schedule_ahead``         async scheduling: AsyncScheduler, the engine's queue of two batches, the runner's async path
+``schedule_ahead``         async scheduling on CPUs: AsyncScheduler, two batches in the engine's queue, the async runner
 ``prefer_second_runner``   model runner V2 where it is not set by hand, as where Triton compiles
+``tune_nothing``           one config of each autotuned kernel
+``count_replays``          captured graphs that ran
 """
 
-from collections import deque
+from collections import Counter, deque
 from contextlib import nullcontext
+from math import prod
 from typing import Any
 
 import torch
@@ -50,6 +53,36 @@ def schedule_ahead() -> None:
     torch.cuda.Stream = torch.cuda.Event = Done  # type: ignore[assignment, misc]
     torch.cuda.stream = nullcontext  # type: ignore[assignment]
     torch.cuda.current_stream = Done  # type: ignore[assignment]
+
+
+def tune_nothing() -> None:
+    """Give autotuned kernels their smallest config. Which one is fastest depends on the moment, and rounding on it."""
+    if not torch.cuda.is_available():  # Triton compiles nothing
+        return
+    from triton.runtime.autotuner import Autotuner  # noqa: PLC0415 - not where vLLM has no Triton
+
+    run = Autotuner.run
+
+    def smallest(config: Any) -> int:  # noqa: ANN401 - Triton's
+        return int(config.num_stages * prod(config.kwargs.values()))
+
+    def untuned(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - Triton's
+        self.configs = [min(self.configs, key=smallest)]
+        return run(self, *args, **kwargs)
+
+    Autotuner.run = untuned
+
+
+def count_replays() -> Counter[str]:
+    """Return counts of which ``"replays"`` grows with every captured graph that runs from now on."""
+    counts, replay = Counter[str](), torch.cuda.CUDAGraph.replay
+
+    def counted(graph: torch.cuda.CUDAGraph) -> None:
+        counts["replays"] += 1
+        replay(graph)
+
+    torch.cuda.CUDAGraph.replay = counted  # type: ignore[assignment]
+    return counts
 
 
 def prefer_second_runner() -> None:

@@ -50,6 +50,11 @@ STAGES = {
     "enforce_eager": False,
     "compilation_config": {"backend": "eager"},
 }
+CAPTURED = {
+    "enforce_eager": False,
+    # no compiler: steps that only decode are captured as they are
+    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]},
+}
 GRID = {"max_num_seqs": 1, "max_num_batched_tokens": 64}
 SMALL = {"num_gpu_blocks_override": 30}
 SMALLER = {"granite_hybrid": 16}
@@ -62,7 +67,7 @@ class Regime:
 
     preempts: requests of ours are preempted, where tokens take blocks. drafts: not for models with recurrent states.
     alike: chunks end at the same tokens in both, and only so are bfloat16 models the same: second turns, which go on
-    from states that decoding left, are left out. captured: on GPUs alone, where graphs of the kernels are captured.
+    from states that decoding left, are left out. captured: on GPUs alone; graphs of decode steps have to run.
     priorities: later prompts go first. second_runner: vLLM would take its second model runner for ours, as it does on
     GPUs.
     """
@@ -104,7 +109,7 @@ REGIMES = (
     Regime("align:32", ours=placed("align:32")),
     Regime("nothing kept", ours=placed("none"), alike=True),
     Regime("on one grid", GRID, ours=placed("interval:64"), alike=True),
-    Regime("captured", {"enforce_eager": False}, captured=True),
+    Regime("captured", CAPTURED, captured=True),
     Regime("the second runner by default", second_runner=True),
     Regime("two stages", STAGES),
     Regime("two stages, little memory", {**STAGES, **SMALL}, preempts=True),
@@ -232,6 +237,8 @@ def tell(  # noqa: PLR0917 - what its line is made of
         faults.append(f"{theirs['in_flight']} batches in flight, with ours {ours['in_flight']}")
     if ours["runner"] != theirs["runner"]:
         faults.append(f"the model runner is {ours['runner']}, that of stock {theirs['runner']}")
+    if regime.captured and not (theirs["replays"] and ours["replays"]):
+        faults.append(f"{theirs['replays']} captured graphs ran, with ours {ours['replays']}")
     if ours["usage"]:
         faults.append(f"{ours['usage']:.3f} of the cache is in use at the end")
     cells = (

@@ -11,7 +11,7 @@ JOB      {"model": folder, "rounds": [[token ids, ...], ...], "output": tokens, 
 ANSWERS  {"rounds": [[{"tokens": [...], "hit_tokens": n, "first_s": seconds to the first token}, ...], ...],
           "preemptions": n, "usage": share, "manager": name, "in_flight": most batches in the engine's queue, 0 without
           one, "runner": module of the model runner where it runs in this process, "version": of vLLM,
-          "counts": of the connector}
+          "counts": of the connector, "replays": captured graphs that ran in this process}
 
 python vllm_engine.py OPTIONS        of vllm.LLM, JSON; a line of JSON in, a line of JSON out, until the lines end
 
@@ -59,6 +59,8 @@ class Watched:
             return preempt(scheduler, *args, **kwargs)
 
         Scheduler._preempt_request = counted
+        gpu_defaults.tune_nothing()
+        self._graphs = gpu_defaults.count_replays()
         options = {"dtype": "float32", "enforce_eager": True, **options}
         self.engine = vllm.LLM(skip_tokenizer_init=True, **options).llm_engine
         self.core = self.engine.engine_core.engine_core
@@ -148,6 +150,7 @@ class Watched:
             "counts": self.counts,
             "failed": self.failed,
             "preemptions": self.preemptions,
+            "replays": self._graphs["replays"],
             "usage": self._manager.usage,
             "manager": name,
             "in_flight": 0 if queue is None else queue.longest,
