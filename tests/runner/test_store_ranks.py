@@ -154,8 +154,9 @@ def served_by(name: str, ranks: int | str, prompts: list[list[int]], folder: Pat
 @pytest.mark.parametrize(
     ("name", "ranks", "others"),
     [
-        *(("qwen3_next", 1, 2), ("qwen3_next", 2, "cut")),
+        *(("qwen3_next", 1, 2), ("qwen3_next", 2, "cut"), ("olmo_hybrid", 1, 2)),
         *(pytest.param("qwen3_next", *of, marks=pytest.mark.thorough) for of in ((2, 1), ("cut", 2))),
+        pytest.param("olmo_hybrid", 2, 1, marks=pytest.mark.thorough),
         *(pytest.param("kimi_linear", *of, marks=pytest.mark.thorough) for of in ((4, 1), (1, 4), (2, 4), (4, 2))),
         *(pytest.param("qwen3_5", *of, marks=pytest.mark.thorough) for of in ((2, 1), (1, 2))),
     ],
@@ -163,7 +164,7 @@ def served_by(name: str, ranks: int | str, prompts: list[list[int]], folder: Pat
 def test_whole_states_of_some_ranks_are_found_by_others(
     name: str, ranks: int | str, others: int | str, tmp_path: Path
 ) -> None:
-    """Transformers' plan cuts attention and leaves states whole on each rank."""
+    """Transformers' plan leaves states whole on each rank, and where a norm spans all heads, keys and values, too."""
     for number, prompts in ((ranks, PROMPTS), (others, turns(name))):
         said = served_by(name, number, prompts, tmp_path)
         assert [tokens for _, tokens in said] == expected(name, prompts)

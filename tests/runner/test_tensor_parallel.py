@@ -24,9 +24,12 @@ PROMPTS = [*shared_prompts(3, 6, prefix=40, longest=20), [7, 8, 9] * 12]
 SIZES: dict[str, Any] = {"memory": "8MiB", "max_model_len": 128}
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_next", pytest.param("gemma3", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "qwen3_next", *(pytest.param(one, marks=pytest.mark.thorough) for one in ("gemma3", "olmo_hybrid"))],
+)
 def test_ranks_generate_the_tokens_of_the_whole_model(name: str) -> None:
-    """Attention is cut, recurrent layers are whole on each rank; prefixes are found, on the host too; drafts run."""
+    """Attention is cut unless keys are gathered, recurrent layers are whole; prefixes are found, on the host too."""
     whole = loaded_model(name)
     expected = [list(generated(whole, prompt, TOKENS)) for prompt in PROMPTS]
     before = torch.get_num_threads()

@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 from transformers import PreTrainedModel
 
-from hybridkv.arguments import each, instance, integer
+from hybridkv.arguments import each, flag, instance, integer
 from hybridkv.errors import ConfigError, SessionError, UnsupportedModelError
 from hybridkv.runner.identity import identity_of
 from hybridkv.runner.probe import AS_COMPUTED, Stored, planner_model
@@ -42,21 +42,24 @@ class ModelShare:
         ranks: how many there are.
         layers: specs of the whole model by layer.
         identity: identity of the whole model, with pages as computed.
+        cuts_heads: whether ranks divide the heads of keys and values.
     """
 
     rank: int
     ranks: int
     layers: Mapping[str, KVCacheSpec]
     identity: Mapping[str, Any]
+    cuts_heads: bool = True
 
     @classmethod
-    def of(cls, whole: PreTrainedModel, rank: int, ranks: int) -> Self:
+    def of(cls, whole: PreTrainedModel, rank: int, ranks: int, *, cuts_heads: bool = True) -> Self:
         """Return the share of a rank. O(weights * 1024).
 
         Args:
             whole: the whole model.
             rank: number of the rank, from 0.
             ranks: how many there are.
+            cuts_heads: whether ranks divide the heads of keys and values.
 
         Raises:
             ConfigError: there is no such rank.
@@ -66,7 +69,7 @@ class ModelShare:
         integer("ranks", ranks, 1)
         integer("rank", rank, 0, ranks - 1)
         layers = {layer.name: layer.spec for layer in planner_model(whole, block_size=16).layers}
-        return cls(rank, ranks, layers, identity_of(whole, AS_COMPUTED))
+        return cls(rank, ranks, layers, identity_of(whole, AS_COMPUTED), flag("cuts_heads", cuts_heads))
 
     def identity_of(self, stored: Stored) -> dict[str, Any]:
         """Return the identity of the whole model with pages of a form.
@@ -77,13 +80,15 @@ class ModelShare:
         return {**self.identity, "quantization": [stored.kv_dtype, *stored.skipped]}
 
     def has_whole(self, layer: str, spec: KVCacheSpec) -> bool:
-        """Return whether this rank keeps the whole states of a layer, as all ranks do whose plan does not cut it.
+        """Return whether this rank keeps the whole pages of a layer, as all ranks do if their plan does not cut it.
 
         Args:
             layer: its name.
             spec: its spec on this rank.
         """
         whole = self.layers.get(layer)
+        if isinstance(whole, AttentionSpec):
+            return not self.cuts_heads and whole == spec
         return isinstance(whole, MambaSpec) and isinstance(spec, MambaSpec) and spec.shapes == whole.shapes
 
     def splits(self, layer: str, spec: KVCacheSpec, shapes: Sequence[tuple[int, ...]]) -> tuple[Split, ...]:

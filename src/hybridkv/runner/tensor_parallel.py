@@ -4,7 +4,8 @@
                               '----- sums over ranks: gloo on CPUs, NCCL on GPUs -------------'
 
 Transformers cuts the weights by its own plan for the model (``tp_plan``) and sums the ranks' results. Layers that the
-plan does not name, such as recurrent ones, are whole on each rank, and so are their states, which rank 0 stores.
+plan does not name, such as recurrent ones, are whole on each rank, and so are their states, which rank 0 stores. So are
+keys and values that the plan gathers, because a norm spans all heads.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def cut(loaded: LoadedModel, rank: int, ranks: int) -> LoadedModel:
     """
     heads = _divided_heads(loaded, ranks)
     model, config = loaded.model, loaded.model.config.get_text_config()
-    share = ModelShare.of(model, rank, ranks)
+    share = ModelShare.of(model, rank, ranks, cuts_heads=bool(heads))
     # the outputs of an uneven cut could not be gathered
     plan = {name: style for name, style in model.tp_plan.items() if name != "lm_head" or not config.vocab_size % ranks}
     apply_tensor_parallelism(model, init_device_mesh(model.device.type, (ranks,)), plan)
@@ -121,12 +122,17 @@ def cut(loaded: LoadedModel, rank: int, ranks: int) -> LoadedModel:
 
 
 def _divided_heads(loaded: LoadedModel, ranks: int) -> dict[str, int]:
-    """Return the numbers of a rank's heads, by the config's name for them. Raises UnsupportedModelError as ``cut``."""
+    """Return the numbers of a rank's heads by the config's name for them; none if each rank caches all keys.
+
+    Raises UnsupportedModelError as ``cut``.
+    """
     model, config = loaded.model, loaded.model.config.get_text_config()
     if not {*model.tp_plan} - {"lm_head"}:
         raise UnsupportedModelError(
             f"transformers has no tensor parallel plan for the layers of {type(model).__name__}: run it with one rank"
         )
+    if any(name.endswith(".k_proj") and "gather_output" in style for name, style in model.tp_plan.items()):
+        return {}
     heads = {name: count for name in _HEADS if (count := getattr(config, name, None))}
     for name, count in heads.items():
         if count % ranks:
