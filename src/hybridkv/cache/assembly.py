@@ -679,7 +679,7 @@ def assemble(
     stateful = copied if caching else []
     eviction_policy: EvictionPolicy = LeastRecentlyUsed(stateful, pool, placement)
     if ranking is not None and journal.blocks is not None and not isinstance(pool.space, FreeOrder):
-        publishing = [group for group in groups if group.kind.publishes]
+        publishing = [group for group in groups if group.kind.publishes or group.kind.by_digest]
         sizes = [config.unit_bytes or 1] if config.slabs is None else [one.block_bytes for one in config.slabs.classes]
         blocks = PointBlocks(publishing, pool, pool.space, sizes, len(layout.shares.of))
         rankings = TenantRankings(ranking, layout.shares, config.arena_bytes, blocks.weights)

@@ -5,6 +5,7 @@ A resume point needs, in each group, the blocks that a hit at its token count re
 full attention      every block of its segment (its parent needs the earlier blocks), and its partial block
 windows, chunks     the blocks that the next token reads, and its partial block
 states, rings       the state at exactly its token count; none of a ring that is empty there
+encoder outputs     all of them, if the cache has all
 
 The partial block holds the last tokens of a resume point that is not at a block boundary.
 
@@ -12,7 +13,7 @@ A block that no kept resume point needs and no request holds is unneeded: no use
 
     counts[block]   how many kept resume points need it
     payers[block]   with several tenants, the charged one: its resume point needed the block first, or inherited it
-    owners[block]   the resume points that list it as their own: a state or a partial block
+    owners[block]   the resume points that list it as their own: of a state, a partial block or the encoder's output
 
 ``read`` follows the changes of blocks in the order of the journal.
 """
@@ -64,7 +65,7 @@ class PointBlocks:
     """Count the blocks of resume points as they come and go.
 
     Args:
-        groups: The groups that publish blocks.
+        groups: The groups that publish blocks, or find them by digest.
         pool: The pool of the blocks.
         space: The space of ``pool``.
         block_bytes: Bytes of a block of each class.
@@ -99,6 +100,7 @@ class PointBlocks:
         self._bytes_of = [float(size) for size in block_bytes]
         tokens = [one for one in groups if one.kind.keeps_tokens]
         self._states = tuple(one for one in groups if one.kind.in_place)
+        self._encoded = tuple(one for one in groups if one.kind.by_digest)
         self._full = tuple(one for one in tokens if one.policy.hits.downward_closed)
         self._windows = tuple(one for one in tokens if not one.policy.hits.downward_closed)
         classes = {pool.classes[group.number] for group in tokens}
@@ -150,7 +152,10 @@ class PointBlocks:
         return None if 0 in found else found
 
     def _own(self, request: Request, tokens: int) -> list[int] | None:
-        """Return the states and partial blocks at ``tokens`` of ``request``; None if one is missing."""
+        """Return the states, partial blocks and encoder output at ``tokens`` of ``request``.
+
+        None if a state or a partial block is missing.
+        """
         found = list[int | None]()
         for group in (*self._full, *self._windows):
             column, rest = divmod(tokens, group.policy.block_size)
@@ -158,6 +163,8 @@ class PointBlocks:
             if rest and hits.copies and hits.first_needed(tokens) < tokens:
                 found.append(group.index.beginning(request, column, rest))
         found += [group.index.state_at(request, tokens) for group in self._states]
+        for group in self._encoded if request.encoder is not None else ():
+            found += group.encoded(request).tolist()
         return None if None in found else [block for block in found if block]
 
     # -- costs

@@ -82,7 +82,7 @@ class ResumePoint:
         tenant: Number of the tenant that is charged for its blocks.
         depth: Whole hash blocks before it.
         chain, inside, parent, children, segment: Its place in the tree (drawn at the top of this module).
-        own: Blocks at exactly its token count: its states and its partial blocks.
+        own: Blocks at exactly its token count, its states and its partial blocks; and its encoder's output.
         kept: Whether it is kept; otherwise it is a ghost entry.
         ranked: Whether it may be evicted.
         hits: Hits so far.

@@ -1,11 +1,14 @@
 """Cross attention in the natural layout: blocks found under the encoder input's digest, all of them or none."""
 
+from itertools import count
+
 import numpy as np
 import pytest
 
 from hybridkv.cache import CacheOptions, KVCacheManager, SlotPlan
 from hybridkv.cache.placement import EndsPlacement
 from hybridkv.errors import CacheError, ConfigError
+from hybridkv.eviction import HAZARD
 from hybridkv.extra_keys import EncoderInput, LoraAdapter
 from hybridkv.planner.config import KVCacheConfig, KVCacheGroupSpec
 from hybridkv.planner.natural import natural_config, slab_layout
@@ -36,7 +39,9 @@ class Loop:
 
     def __init__(self, config: KVCacheConfig = NATURAL, **limits: object) -> None:
         placement = None if config.slabs is None else EndsPlacement()
-        self.cache = KVCacheManager(config, 200, enable_kv_cache_events=True, options=CacheOptions(placement=placement))
+        eviction = None if config.slabs is None else HAZARD
+        options = CacheOptions(placement=placement, eviction=eviction, clock=map(float, count()).__next__)
+        self.cache = KVCacheManager(config, 200, enable_kv_cache_events=True, options=options)
         self.scheduler = Scheduler(self.cache, SchedulerLimits(**limits), clock=lambda: 0.0)  # type: ignore[arg-type]  # by name
         self.results: list[StepResult] = []
 
@@ -133,3 +138,25 @@ def test_check_reports_key_of_another_encoder_input() -> None:
     pool.publish(group.number, [block], [wrong])
     with pytest.raises(CacheError, match=r"column 0 of .*, has another key than its encoder input"):
         loop.cache.check()
+
+
+def test_encoder_output_leaves_with_the_resume_points_that_need_it() -> None:
+    """So what can be resumed needs no encoder, and an input that comes again and again is encoded once."""
+    loop = Loop()
+    known: dict[str, Request] = {}
+    encoded = list[str]()
+    for turn in range(30):
+        once = EncoderInput(f"once {turn}", 10)
+        asked = [] if turn else [("first to hear it", AUDIO, [99] * 10)]
+        for name, encoder, prompt in (*asked, ("often", AUDIO, PROMPT), (f"once {turn}", once, [turn] * 10)):
+            loop.add(f"{name}, turn {turn}", encoder, prompt)
+            encoded += [name for needs in encodes(loop.run()).values() if needs]
+            known[name] = Request(name, prompt, hasher=loop.cache.hasher, encoder=encoder)
+            kept = [one for one in known.values() if loop.cache.eviction_policy.copy_at(one, len(PROMPT) - 1)]
+            assert [one.request_id for one in kept if not loop.cache.engine.encoder_blocks(one)] == []
+        assert known["often"] in kept
+        for tokens in (len(PROMPT) - 1, len(PROMPT)):
+            loop.cache.eviction_policy.give_up(known["first to hear it"], tokens)
+    assert known["first to hear it"] not in kept
+    assert encoded.count("first to hear it") == 1
+    assert "often" not in encoded
