@@ -16,7 +16,6 @@ from hybridkv.request import SamplingParams
 from hybridkv.runner import Engine, EngineOptions, ModelShare, lead, plan_for, wrap
 from hybridkv.runner.lockstep import Lockstep
 from hybridkv.step import Csr, Step, StepResult
-from hybridkv.stores import DiskFolder
 from hybridkv.wire import RemoteWorker, serve
 from small_steps import small_step
 
@@ -104,5 +103,3 @@ def test_what_other_ranks_cannot_do_is_named(tmp_path: object) -> None:
                     engine.add([1, 2], SamplingParams(logits_processors=(lambda _, logits: logits,)))
                 with pytest.raises(ConfigError, match="not sent to other ranks"):
                     engine.add([1, 2], greedy(1), images=[object()])  # never read
-    with pytest.raises(ConfigError, match="one process uses a DiskFolder"):
-        Engine(loaded, plan, options, host_memory="8MiB", store=DiskFolder(f"{tmp_path}/disk", "1MiB"))

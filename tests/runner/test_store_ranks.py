@@ -13,7 +13,7 @@ from runner_support import generated, greedy, loaded_model, shared_prompts
 import warm
 from hybridkv.runner import Engine, EngineOptions, plan_for
 from hybridkv.runner.tensor_parallel import Ranks
-from hybridkv.stores import StoreUrl
+from hybridkv.stores import DiskFolder, StoreChoice, StoreUrl
 
 TOKENS = 8
 PROMPTS = shared_prompts(2, 6, prefix=40, longest=9)
@@ -32,7 +32,7 @@ sys.path[:0] = {path!r}
 import torch.distributed as dist
 from rank_models import share_of
 from runner_support import loaded_model
-from test_store_ranks import KEY, engine, served
+from test_store_ranks import KEY, engine, served, url
 from hybridkv.runner import ModelShare, follow, lead, wrap
 from hybridkv.wire import Listener, connect
 
@@ -44,7 +44,7 @@ listeners = [Listener(("127.0.0.1", 0), authkey=KEY) for _ in range(1, ranks)] i
 places = [[one.address for one in listeners]]
 dist.broadcast_object_list(places)
 {before}
-with engine(loaded, {store!r}) as running:
+with engine(loaded, url({store!r})) as running:
     if rank:
         follow(running, connect(places[0][rank - 1], authkey=KEY))
     else:
@@ -66,9 +66,9 @@ if rank:
 """
 
 
-def engine(loaded: Any, store: str) -> Engine:  # noqa: ANN401  # a LoadedModel
+def engine(loaded: Any, store: StoreChoice) -> Engine:  # noqa: ANN401  # a LoadedModel
     plan = plan_for(loaded, [120] * 2)
-    return Engine(loaded, plan, OPTIONS, host_memory="8MiB", store=url(store))
+    return Engine(loaded, plan, OPTIONS, host_memory="8MiB", store=store)
 
 
 def url(store: object) -> StoreUrl:
@@ -123,7 +123,7 @@ def test_prefixes_of_some_ranks_are_found_by_others(name: str, ranks: int, other
     first, again = PROMPTS, turns(name)
     for number, prompts in ((ranks, first), (others, again)):
         if number == 1:
-            with engine(loaded_model(name), str(tmp_path / "store")) as running:
+            with engine(loaded_model(name), url(tmp_path / "store")) as running:
                 said = served(running, prompts)
         else:
             said = by_ranks(name, number, prompts, tmp_path / f"of {number}", store=tmp_path / "store")
@@ -131,22 +131,23 @@ def test_prefixes_of_some_ranks_are_found_by_others(name: str, ranks: int, other
     assert [hit for hit, _ in said] == [len(prompt) - len(TAIL) - 1 for prompt in again]
 
 
-def served_by(name: str, ranks: int | str, prompts: list[list[int]], folder: Path) -> list[tuple[int, list[int]]]:
-    """What an engine says of the prompts, with the store in ``folder``.
+def served_by(
+    name: str, ranks: int | str, prompts: list[list[int]], folder: Path, disk: DiskFolder | None = None
+) -> list[tuple[int, list[int]]]:
+    """What an engine says of the prompts, with the store in ``folder`` or a disk.
 
     ``ranks``: 1, a number of ranks whose recurrent layers transformers' plan leaves whole, or "cut": 2 by hand.
     """
     store = folder / "store"
     if ranks == "cut":
         return by_ranks(name, 2, prompts, folder / "cut", store=store)
+    choice = disk or url(store)
     if ranks == 1:
-        with engine(loaded_model(name), str(store)) as running:
+        with engine(loaded_model(name), choice) as running:
             return served(running, prompts)
     with (
         Ranks(f"tiny:{name}", int(ranks)) as whole,
-        whole.engine(
-            options=OPTIONS, memory="4MiB", max_model_len=120, host_memory="8MiB", store=url(store)
-        ) as running,
+        whole.engine(options=OPTIONS, memory="4MiB", max_model_len=120, host_memory="8MiB", store=choice) as running,
     ):
         return served(running, prompts)
 
@@ -169,6 +170,18 @@ def test_whole_states_of_some_ranks_are_found_by_others(
         said = served_by(name, number, prompts, tmp_path)
         assert [tokens for _, tokens in said] == expected(name, prompts)
     assert [hit for hit, _ in said] == [len(prompt) - len(TAIL) - 1 for prompt in turns(name)]
+
+
+@pytest.mark.parametrize(("ranks", "others"), [(2, 2), pytest.param(1, 2, marks=pytest.mark.thorough)])
+def test_ranks_resume_from_their_disk_folders(ranks: int, others: int, tmp_path: Path) -> None:
+    """Each writes its own; rank 0 looks for the blocks of all, and rank 1 reads the states that rank 0 wrote."""
+    name, disk = "qwen3_next", DiskFolder(tmp_path / "disk", "4MiB")
+    for number, prompts in ((ranks, PROMPTS), (others, turns(name))):
+        said = served_by(name, number, prompts, tmp_path, disk)
+        assert [tokens for _, tokens in said] == expected(name, prompts)
+    assert [hit for hit, _ in said] == [len(prompt) - len(TAIL) - 1 for prompt in turns(name)]
+    folders = [file.relative_to(tmp_path).parent.as_posix() for file in sorted(tmp_path.rglob("blocks"))]
+    assert folders == ["disk", "disk/rank-1"]
 
 
 def test_ranks_with_whole_states_store_what_one_process_stores(tmp_path: Path) -> None:
@@ -198,7 +211,7 @@ def test_blocks_that_a_dead_rank_did_not_write_are_misses(name: str, puts: int, 
     marks = [file for file in store.rglob("*") if len(file.name) == MARK_DIGITS]
     assert len(marks) == puts + 1
     again = turns(name)
-    with engine(loaded_model(name), str(store)) as running:
+    with engine(loaded_model(name), url(store)) as running:
         said = served(running, again)
     assert [tokens for _, tokens in said] == expected(name, again)
     assert said[0][0] == (len(PROMPTS[0]) - 1 if puts else 0)

@@ -223,7 +223,7 @@ class TierOptions:
         show_default="none",
     )
     disk_memory: str | None = cache_option(
-        "Size of the disk store, of each replica, reserved when it is made: 100GiB, or a number of bytes.",
+        "Size of the disk store, of each replica and rank, reserved when it is made: 100GiB, or a number of bytes.",
         metavar="SIZE",
         show_default="none",
     )

@@ -80,7 +80,7 @@ def open_tiers(
         undo: closes the store.
 
     Raises:
-        ConfigError: the cache cannot have tiers, the store cannot be opened, or it does not serve several ranks.
+        ConfigError: the cache cannot have tiers, or the store cannot be opened.
         CapacityError: the host memory is too small.
         UnsupportedModelError: a layer keeps something that tiers cannot hold.
     """
@@ -91,17 +91,16 @@ def open_tiers(
     host = KVCacheManager(held, hasher=cache.hasher, enable_kv_cache_events=options.kv_events, options=kept)
     if behind.store is None or cache.hasher is None:
         return Tiers(HostTier(cache, host))
-    if loaded.share is not None and loaded.share.ranks > 1 and isinstance(behind.store, DiskFolder):
-        raise ConfigError(
-            "one process uses a DiskFolder: give ranks a store that they share, StoreUrl('file:///FOLDER')"
-        )
+    choice = behind.store
+    if loaded.share is not None and isinstance(choice, DiskFolder):
+        choice = choice.of_rank(loaded.share.rank, loaded.share.ranks)
     hash_block = cache.hasher.block_size
     form, identity, sizes = _form(loaded, plan, hash_block)
     prefixes = Prefixes(parts_of(host, form.kinds, form.counts), identity, hash_block)
-    store = behind.store.open(identity, entry_sizes(sizes, hash_block))
+    store = choice.open(identity, entry_sizes(sizes, hash_block))
     undo.callback(store.close)
     threads = None
-    if not behind.store.looks_up_at_once:
+    if not choice.looks_up_at_once:
         threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hybridkv-lookup")
         undo.callback(threads.shutdown)
     return Tiers(HostTier(cache, host, lookups=StoreLookups(store, prefixes, threads)), store, hash_block, form)

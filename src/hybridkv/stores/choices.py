@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Protocol
@@ -60,8 +60,9 @@ class DiskFolder:
     """A DiskStore to open.
 
     Attributes:
-        path: A folder, which is made if it is missing. One engine at a time uses it.
-        memory: Most bytes of its file, or a size like ``"100GiB"``. All of them are reserved.
+        path: A folder, which is made if it is missing. One engine at a time uses it; each of its tensor parallel ranks
+            but the first has a folder inside.
+        memory: Most bytes of the file of each rank, or a size like ``"100GiB"``. All of them are reserved.
         others: Folders of other engines of this machine, with as much memory each. They are only read.
         looks_up_at_once: Whether its index is in memory, as it is without others.
 
@@ -80,6 +81,17 @@ class DiskFolder:
     def looks_up_at_once(self) -> bool:
         """Whether its index is in memory, as it is without others."""
         return not self.others
+
+    def of_rank(self, rank: int, ranks: int) -> DiskFolder:
+        """Return the folder of a tensor parallel rank, which reads those of the others; rank 0 has ``path``.
+
+        Args:
+            rank: Number of the rank, from 0.
+            ranks: How many there are.
+        """
+        names = ["", *(f"rank-{number}" for number in range(1, ranks))]
+        folders = [Path(of, name) for of in (self.path, *self.others) for name in names]
+        return replace(self, path=folders.pop(rank), others=tuple(folders))
 
     def open(self, identity: bytes, block_bytes: Sequence[int]) -> BlockStore:
         """Open the store.

@@ -116,3 +116,12 @@ def test_look_ups_in_folders_of_others_may_take_long() -> None:
     assert not DiskFolder("a", 1, ("b",)).looks_up_at_once
     with pytest.raises(ConfigError, match="others must be a list"):
         DiskFolder("a", 1, "b")  # type: ignore[arg-type]  # what a user might give
+
+
+def test_each_rank_of_each_replica_writes_one_folder_and_reads_all_others() -> None:
+    replicas = [DiskFolder("a", 1, ("b",)), DiskFolder("b", 1, ("a",))]
+    found = [of.of_rank(rank, 2) for of in replicas for rank in range(2)]
+    assert [str(one.path) for one in found] == ["a", "a/rank-1", "b", "b/rank-1"]
+    for one in found:
+        assert sorted(map(str, (one.path, *one.others))) == ["a", "a/rank-1", "b", "b/rank-1"]
+    assert DiskFolder("a", 1).of_rank(0, 1).looks_up_at_once
