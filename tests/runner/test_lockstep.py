@@ -97,7 +97,7 @@ def test_what_other_ranks_cannot_do_is_named(tmp_path: object) -> None:
                     lead(engine, channels)
             if not rank:
                 lead(engine, [near])
-                with pytest.raises(ConfigError, match="this engine leads others"):
+                with pytest.raises(ConfigError, match="leads others: give both engines the same store"):
                     engine.export([1, 2], f"{tmp_path}/session")
                 with pytest.raises(ConfigError, match="not sent to other ranks"):
                     engine.add([1, 2], SamplingParams(logits_processors=(lambda _, logits: logits,)))

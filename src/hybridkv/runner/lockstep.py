@@ -147,7 +147,10 @@ def require_alone(worker: object) -> None:
         worker: what runs its Steps.
     """
     if isinstance(worker, Lockstep):
-        raise ConfigError("a session file has the pages of one rank, and this engine leads others: use a store instead")
+        raise ConfigError(
+            "a session file has the pages of one rank, and this engine leads others: give both engines the same store, "
+            "such as StoreUrl('file:///FOLDER'), and the same tokens"
+        )
 
 
 def require_sendable(worker: object, sampling: SamplingParams, images: object) -> None:
