@@ -9,12 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
+from listening import sound
 from runner_support import REPRESENTATIVE, generated, greedy, loaded_model
 
 from hybridkv.errors import ConfigError
 from hybridkv.planner import Plan
 from hybridkv.request import Hints
-from hybridkv.runner import Engine, EngineOptions, LoadedModel, Stored, plan_for
+from hybridkv.runner import TINY_ENCODER_DECODERS, Engine, EngineOptions, LoadedModel, Stored, plan_for
 from hybridkv.stores import DiskFolder, StoreChoice, StoreUrl
 from hybridkv.tiers import Prices
 
@@ -82,6 +83,31 @@ def test_engine_with_other_groups_resumes_the_same_prefixes(name: str, tmp_path:
     again, second = served(loaded, larger, longer, disk)
     assert again == [list(generated(loaded, prompt, OUTPUT)) for prompt in longer]
     assert second.scheduler.prompt_tokens_found[1] == sum(len(one) for one in longer) - 4 * len(longer)
+
+
+@pytest.mark.parametrize("name", TINY_ENCODER_DECODERS)
+def test_second_engine_runs_no_encoder_for_inputs_in_the_store(name: str, tmp_path: Path) -> None:
+    """Keys have the input and the salt. What the store has is not encoded again, whichever prompt asks for it."""
+    loaded, (prompt, other) = loaded_model(name), chats(2, 7)
+    asked = [(prompt, 0, None), (prompt, 1, None), (other, 1, None), (prompt, 1, "salt")]
+    unknown = [(prompt, 2, None), (prompt, 0, "salt")]
+    plan, disk = small_plan(loaded, [prompt, other]), DiskFolder(tmp_path / "disk", "64MiB")
+    made, encoded = list[list[tuple[int, ...]]](), list[int]()
+    for many, store in ((asked, disk), (asked, disk), (unknown, disk), (asked + unknown, None)):
+        with Engine(loaded, plan, OPTIONS, host_memory="32MiB", store=store) as engine:
+            done = list[tuple[int, ...]]()
+            for text, number, salt in many:
+                engine.add(text, greedy(OUTPUT), encoder=sound(name, number), cache_salt=salt)
+                while not engine.idle:
+                    done += [one.token_ids for one in engine.step()]
+                engine.settle_tiers()
+            engine.scheduler.check()
+            assert engine.runner.cross is not None
+            encoded.append(engine.runner.cross.encoded)
+        made.append(done)
+    assert made[0] == made[1]
+    assert made[0] + made[2] == made[3]
+    assert encoded == [3, 0, 2, 5]
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next"])

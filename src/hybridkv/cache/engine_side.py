@@ -34,6 +34,7 @@ class ResumeRule(NamedTuple):
         reads_all: It is always token 0.
         is_state: The state after the last token is needed, and no block of tokens.
         empty: A ring is empty, and not needed, after multiples of so many tokens; 0: it is no ring.
+        of_encoder: The output of the request's encoder is needed whole, and no block of tokens.
     """
 
     group: int
@@ -42,6 +43,7 @@ class ResumeRule(NamedTuple):
     reads_all: bool
     is_state: bool
     empty: int = 0
+    of_encoder: bool = False
 
 
 class EngineSide:
@@ -65,9 +67,11 @@ class EngineSide:
                 reads_all=group.policy.hits.downward_closed,
                 is_state=isinstance(group.policy.hits, PositionHits | StateHits | UnitStateHits),
                 empty=group.kind.pools,
+                of_encoder=group.kind.by_digest,
             )
             for group in self._groups
-            if isinstance(group.policy.hits, TokenHits | BlockHits | PositionHits | StateHits | UnitStateHits)
+            if group.kind.by_digest
+            or isinstance(group.policy.hits, TokenHits | BlockHits | PositionHits | StateHits | UnitStateHits)
         )
 
     def blocks_of(self, hit: Hit) -> KVCacheBlocks:

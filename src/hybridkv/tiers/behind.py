@@ -174,11 +174,13 @@ class StoreBehind:
         had = self._host.find_hit(carrier)
         if had.tokens >= tokens:
             return False
-        columns = self._needed(tokens)
+        columns, encoded = self._needed(carrier, tokens), self._host.engine.encoder_blocks(carrier)
         for group, ids in enumerate(self._host.engine.blocks_of(had).ids):
-            columns[group] = np.setdiff1d(columns[group], np.flatnonzero(ids).astype(np.int32))
-        size = self._carriers.bytes_of(columns)
-        waits = request.hints.prefetch or self._prices.is_faster(tokens - had.tokens, size, Way.FETCH, Way.LOAD)
+            known = np.flatnonzero(encoded.get(group, ids)).astype(np.int32)
+            columns[group] = np.setdiff1d(columns[group], known)
+        size, spared = self._carriers.bytes_of(columns), tokens - had.tokens
+        spared += 0 if encoded else carrier.num_encoder_tokens
+        waits = request.hints.prefetch or self._prices.is_faster(spared, size, Way.FETCH, Way.LOAD)
         if not waits and not self._prices.of[Way.FETCH].retries(self._carriers.now):
             return False
         waiting = request.request_id if waits else None
@@ -202,7 +204,7 @@ class StoreBehind:
             self._counts["spills_dropped"] += 1
             return
         _, carrier, tokens, _ = one.wanted
-        columns, held = self._needed(tokens), self._host.get_blocks(carrier.request_id).ids
+        columns, held = self._needed(carrier, tokens), self._host.get_blocks(carrier.request_id).ids
         number, mark = self._carriers.number(), self._lookups.prefixes.mark(carrier, tokens)
         transfer = StoreTransfer(number, *self._named(carrier, tokens, held, columns), *mark)
         lock = self._host.engine.lock(carrier)
@@ -264,11 +266,11 @@ class StoreBehind:
 
     # -- blocks and keys
 
-    def _needed(self, tokens: int) -> list[Int32]:
-        """Return the columns that a request needs to resume after ``tokens`` tokens, by group."""
+    def _needed(self, carrier: Request, tokens: int) -> list[Int32]:
+        """Return the columns that ``carrier`` needs to resume after ``tokens`` tokens, by group."""
         columns = [NO_COLUMNS] * self._num_groups
         for part in self._lookups.prefixes.parts:
-            columns[part.group] = np.array(part.columns(tokens), np.int32)
+            columns[part.group] = np.array(self._lookups.prefixes.columns(carrier, tokens, part), np.int32)
         return columns
 
     def _named(
@@ -278,6 +280,7 @@ class StoreBehind:
         groups, blocks, keys = [NO_COLUMNS], [NO_COLUMNS], list[bytes]()
         for part in self._lookups.prefixes.parts:
             ids, at = held[part.group], columns[part.group]
+            at = at[at < len(ids)]  # the host may lack the output of an encoder
             at = at[ids[at] != 0]
             blocks.append(self._host.block_pool.local(part.group, ids[at]).astype(np.int32))
             groups.append(np.full(len(at), part.group, np.int32))

@@ -6,6 +6,7 @@ A request that resumes after E tokens needs, by kind of group:
     all        b0    b1     b2           b3: partly used      every earlier token is read
     last                    b2           b3                   a window or a chunk
     state                                S                    exactly the state after E tokens
+    of encoder e0    e1                                       all of the encoder's output, under its input's digest
     mark                                 m                    lists the tails after its hash block at which states end
 
 Every key contains the hash of the whole hash blocks before it, in which salt, adapter and images are. The key of a
@@ -66,6 +67,14 @@ class Tokens(Protocol):
         """
         ...
 
+    def encoder_keys(self, block_size: int) -> Sequence[bytes]:
+        """Return the keys of the encoder's output, which have its input's digest, the adapter and the salt.
+
+        Args:
+            block_size: Tokens of a block.
+        """
+        ...
+
     def extra_keys(self, first_block: int, count: int) -> Sequence[Extra | None] | None:
         """Return what decides the content of hash blocks besides tokens, as images; ``None`` if that is nothing.
 
@@ -88,6 +97,7 @@ class Part:
         reads_all: It is always token 0.
         is_state: One block instead: the state after exactly the last token.
         empty: A ring: no block after multiples of so many tokens; 0 for other groups.
+        of_encoder: The output of the encoder instead.
         shares: Entries of a block in the store.
     """
 
@@ -98,6 +108,7 @@ class Part:
     reads_all: bool = False
     is_state: bool = False
     empty: int = 0
+    of_encoder: bool = False
     shares: int = 1
 
     def columns(self, tokens: int) -> range:
@@ -146,7 +157,8 @@ class Prefixes:
         self._hash_block = hash_block
         kinds = {part.kind: part for part in self.parts}.values()
         self._whole = [part for part in kinds if part.reads_all]
-        self._others = [part for part in kinds if not part.reads_all]
+        self._encoded = [part for part in kinds if part.of_encoder]
+        self._others = [part for part in kinds if not (part.reads_all or part.of_encoder)]
         self._common = lcm(*(part.block_size for part in self._whole))
 
     def renewed(self) -> Prefixes:
@@ -154,6 +166,16 @@ class Prefixes:
         return Prefixes(self.parts, token_bytes(IDENTITY_BYTES), self._hash_block)
 
     # -- keys
+
+    def columns(self, request: Tokens, tokens: int, part: Part) -> range:
+        """Return the columns of a group that a request needs to resume.
+
+        Args:
+            request: The request.
+            tokens: After how many tokens.
+            part: The group.
+        """
+        return range(len(request.encoder_keys(part.block_size))) if part.of_encoder else part.columns(tokens)
 
     def keys(self, request: Tokens, tokens: int, part: Part, columns: Sequence[int]) -> list[bytes]:
         """Return the keys of blocks of a prefix. O(columns).
@@ -165,6 +187,9 @@ class Prefixes:
             columns: Columns that the prefix needs.
         """
         start, hashes, each = self._start(part.kind), request.hashes, part.block_size // self._hash_block
+        if part.of_encoder:
+            of_encoder = request.encoder_keys(part.block_size)
+            return [start + of_encoder[column] + _NO_TAIL for column in columns]
         whole = 0 if part.is_state else tokens // part.block_size
         found = [start + hashes[(column + 1) * each - 1] + _NO_TAIL for column in columns if column < whole]
         if len(found) < len(columns):
@@ -253,8 +278,8 @@ class Prefixes:
     def _has(self, store: BlockStore, request: Tokens, tokens: int, least: int) -> bool:
         """Return whether the store has all blocks of a prefix that one of ``least`` tokens does not share."""
         keys = list[bytes]()
-        for part in (*self._others, *self._whole):
-            columns = part.columns(tokens)
+        for part in (*self._encoded, *self._others, *self._whole):
+            columns = self.columns(request, tokens, part)
             if part.reads_all:
                 columns = range(least // part.block_size, columns.stop)
             keys += self._shares(request, tokens, part, columns)
