@@ -43,6 +43,8 @@ def test_rows_read_their_own_rings_and_encoders_through_tiers(kinds: Any, *, sto
     assert not stored or seen["fetches"] > 5, seen
 
 
-def test_rows_read_their_own_tokens_in_the_reference_layout() -> None:
-    seen = sum((Run(seed, kinds=REFERENCE).run() for seed in range(how_many(60))), Counter[str]())
+@pytest.mark.parametrize("stored", [False, True])
+def test_rows_read_their_own_tokens_in_the_reference_layout(*, stored: bool) -> None:
+    seen = sum((Run(seed, stored=stored, kinds=REFERENCE).run() for seed in range(how_many(60))), Counter[str]())
     assert all(seen[name] > 10 for name in ("stores", "loads", "lost", "failed")), seen
+    assert not stored or seen["fetches"] > 5, seen

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,27 @@ def test_engine_with_other_groups_resumes_the_same_prefixes(name: str, tmp_path:
     again, second = served(loaded, larger, longer, disk)
     assert again == [list(generated(loaded, prompt, OUTPUT)) for prompt in longer]
     assert second.scheduler.prompt_tokens_found[1] == sum(len(one) for one in longer) - 4 * len(longer)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next", "falcon_h1"])
+def test_reference_layout_finds_on_the_disk_what_one_engine_finds_in_memory(name: str, tmp_path: Path) -> None:
+    loaded, prompts = loaded_model(name), chats(4, 1)
+    longest = max(map(len, prompts)) + 2 * OUTPUT + 3
+    plan = plan_for(loaded, [longest, longest], max_model_len=longest + 1, layout="reference")
+    options, found = replace(OPTIONS, eviction="hazard"), list[int]()
+    longer = [[*one, *generated(loaded, one, OUTPUT), 5, 6, 7] for one in prompts]
+    for store, rounds in ((DiskFolder(tmp_path / "disk", "64MiB"), [[prompts], [longer]]), (None, [[prompts, longer]])):
+        for several in rounds:
+            with Engine(loaded, plan, options, host_memory="32MiB", store=store) as engine:
+                for many in several:
+                    before = engine.scheduler.prompt_tokens_found[1]
+                    made = [list(one.token_ids) for one in engine.generate(many, greedy(OUTPUT))]
+                    assert made == [list(generated(loaded, prompt, OUTPUT)) for prompt in many]
+                engine.scheduler.check()
+        found.append(engine.scheduler.prompt_tokens_found[1] - before)
+    assert found[0] == found[1] >= 16 * len(longer)
+    with pytest.raises(ConfigError, match="another model"):  # in the natural layout, prefixes end inside blocks
+        served(loaded, small_plan(loaded, prompts), prompts, DiskFolder(tmp_path / "disk", "64MiB"))
 
 
 @pytest.mark.parametrize("name", TINY_ENCODER_DECODERS)

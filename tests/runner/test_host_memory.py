@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 from listening import sound
@@ -12,7 +11,6 @@ from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.planner import Plan
 from hybridkv.runner import TINY_ENCODER_DECODERS, Engine, EngineOptions, LoadedModel, Stored, plan_for
 from hybridkv.runner.drafters import NgramDrafter
-from hybridkv.stores import DiskFolder
 from hybridkv.tiers import HostTierStatistics
 
 OUTPUT, ROUNDS = 6, 3
@@ -138,7 +136,7 @@ def test_quantized_pages_come_up_as_they_went_down() -> None:
     assert tier.loads > 0
 
 
-def test_host_memory_that_cannot_work_is_rejected_by_name(tmp_path: Path) -> None:
+def test_host_memory_that_cannot_work_is_rejected_by_name() -> None:
     llama = loaded_model("llama")
     with pytest.raises(CapacityError, match="too small for a tier"):
         Engine(llama, memory="1MiB", max_model_len=64, host_memory=1)
@@ -147,8 +145,5 @@ def test_host_memory_that_cannot_work_is_rejected_by_name(tmp_path: Path) -> Non
     whole = plan_for(llama, [64], layout="reference")
     with pytest.raises(ConfigError, match="eviction lru knows no resume points in the reference layout"):
         Engine(llama, whole, host_memory="1MiB")
-    by_value, disk = EngineOptions(eviction="hazard"), DiskFolder(tmp_path / "disk", "64MiB")
-    with pytest.raises(ConfigError, match="a store needs the natural layout"):
-        Engine(llama, whole, by_value, host_memory="1MiB", store=disk)
     with Engine(llama, memory="1MiB", max_model_len=64) as engine:  # the model is free again
         assert engine.generate([[5, 6, 7]], greedy(2))[0].token_ids

@@ -33,6 +33,7 @@ class ResumeRule(NamedTuple):
         first_needed: Returns the first token whose block is needed after so many tokens; that many for none.
         reads_all: It is always token 0.
         is_state: The state after the last token is needed, and no block of tokens.
+        in_column: It lies in the column that ends there, as in the reference layout, not in column 0.
         empty: A ring is empty, and not needed, after multiples of so many tokens; 0: it is no ring.
         of_encoder: The output of the request's encoder is needed whole, and no block of tokens.
     """
@@ -43,6 +44,7 @@ class ResumeRule(NamedTuple):
     reads_all: bool
     is_state: bool
     empty: int = 0
+    in_column: bool = False
     of_encoder: bool = False
 
 
@@ -67,6 +69,7 @@ class EngineSide:
                 reads_all=group.policy.hits.downward_closed,
                 is_state=isinstance(group.policy.hits, PositionHits | StateHits | UnitStateHits),
                 empty=group.kind.pools,
+                in_column=isinstance(group.policy.hits, StateHits | UnitStateHits),
                 of_encoder=group.kind.by_digest,
             )
             for group in self._groups

@@ -135,7 +135,8 @@ def _form(loaded: LoadedModel, plan: Plan, hash_block: int) -> tuple[StoreForm, 
         for held in [list(zip(layout[name], splits[name], strict=True))]
     ]
     identity = whole_identity(loaded.model, loaded.share, Stored.of_plan(plan))
-    return form, blocks_identity(identity, said, hash_block), sizes
+    # one layout resumes inside blocks, the other one does not: its look-ups would be misled by such marks
+    return form, blocks_identity(identity, said, hash_block, plan.layout), sizes
 
 
 def _row_bytes(strip: Strip, part: PagePart) -> int:

@@ -175,8 +175,7 @@ class HostTier:
         times_of_store: How long those between the host and the store took.
 
     Raises:
-        ConfigError: The two managers do not fit each other, caching is off, or there is a store in the reference
-            layout.
+        ConfigError: The two managers do not fit each other, or caching is off.
     """
 
     def __init__(
@@ -198,8 +197,6 @@ class HostTier:
         self._behind = None
         if lookups is not None:
             found = instance("lookups", lookups, StoreLookups)
-            if not device.bounds.keeps_resume_points:  # in the reference layout
-                raise ConfigError("a store needs the natural layout: use it (--layout natural), or leave the store out")
             self._behind = StoreBehind(
                 host, found, self._carriers, self.prices, counts=self._counts, times=self.times_of_store
             )

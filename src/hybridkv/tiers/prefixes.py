@@ -97,6 +97,7 @@ class Part:
         reads_all: It is always token 0.
         is_state: One block instead: the state after exactly the last token.
         empty: A ring: no block after multiples of so many tokens; 0 for other groups.
+        in_column: The state lies in the column that ends there, not in column 0.
         of_encoder: The output of the encoder instead.
         shares: Entries of a block in the store.
     """
@@ -108,17 +109,19 @@ class Part:
     reads_all: bool = False
     is_state: bool = False
     empty: int = 0
+    in_column: bool = False
     of_encoder: bool = False
     shares: int = 1
 
     def columns(self, tokens: int) -> range:
-        """Return the columns that are needed to resume after some tokens; ``range(1)`` for a state, or a ring.
+        """Return the columns that are needed to resume after some tokens: a single one for a state, or a ring.
 
         Args:
             tokens: How many.
         """
         if self.is_state:
-            return range(int(not (self.empty and tokens % self.empty == 0)))
+            column = (tokens - 1) // self.block_size if self.in_column else 0
+            return range(column, column + (not (self.empty and tokens % self.empty == 0)))
         first = self.first_needed(tokens)
         return range(first // self.block_size, -(-tokens // self.block_size) if first < tokens else 0)
 

@@ -189,15 +189,16 @@ class StoreCopier:
         self._host = host
         self._store = store
         self._hash_block = hash_block
-        whole = [_bytes_of(stacks) for stacks in host.stacks]
-        self._kinds = np.arange(len(host.class_of))
-        self._places = [
-            [_Place(0, True, [(group, whole[of])], whole[of].shape[1])]  # noqa: FBT003
-            for group, of in enumerate(host.class_of)
-        ]
         if form is not None and pages is not None:
             self._kinds = np.array(form.kinds)
             self._places = [[_place(pages, share) for share in shares] for shares in form.shares]
+        else:
+            whole = [_bytes_of(stacks) for stacks in host.stacks]
+            self._kinds = np.arange(len(host.class_of))
+            self._places = [
+                [_Place(0, True, [(group, whole[of])], whole[of].shape[1])]  # noqa: FBT003
+                for group, of in enumerate(host.class_of)
+            ]
         self._marks = any(place.is_own and not place.number for place in self._places[0])  # on one rank of all
         self._scratch, self._marking = threading.local(), threading.Lock()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="hybridkv-store")
