@@ -5,7 +5,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -116,29 +118,60 @@ def several(one: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
 
 
 def answers_of(asked: Mapping[str, Any], folder: Path, script: Path | None = None) -> Any:  # noqa: ANN401 - JSON
-    """What ``script``, which runs vLLM in a process of its own, makes of ``asked``. Files are left in ``folder``.
+    """What vllm_engine.py makes of ``asked``, in a fork of a process that has imported vLLM. It leaves its files there.
 
+    script: what does it in a new process instead, as vllm_engine.py itself can. Forks share the seed of ``hash``.
     Raises VllmError, with the last error of its log, when it fails or takes longer than STOP_AFTER_S;
     VllmKilledError when it was killed.
     """
     job, answers, log = (folder / name for name in ("job.json", "answers.json", "log.txt"))
     job.write_text(json.dumps(asked), "utf-8")
+    code = forked(job, answers, log) if script is None else started(script, job, answers, log)
+    if code == -signal.SIGKILL:
+        raise VllmKilledError("killed")
+    if code == -signal.SIGALRM:
+        raise VllmError(f"no answers within {STOP_AFTER_S:.0f} s")
+    if code:
+        raise VllmError(last_error(log.read_text("utf-8")))
+    return json.loads(answers.read_text("utf-8"))
+
+
+def forked(job: Path, answers: Path, log: Path) -> int:
+    """Do a job in a fork, and return its exit code."""
+    server = fork_server()
+    assert server.stdin is not None
+    assert server.stdout is not None
+    with suppress(BrokenPipeError):  # then it does not answer, either
+        print(json.dumps([str(job), str(answers), str(log), STOP_AFTER_S]), file=server.stdin, flush=True)
+    code = server.stdout.readline()
+    if not code:
+        server.communicate()
+        fork_server.cache_clear()
+        raise VllmError("vllm_engine.py ended, with its error above")
+    return int(code)
+
+
+@cache
+def fork_server() -> subprocess.Popen[str]:
+    """vllm_engine.py, once vLLM is imported. It ends with its lines, and so with this process."""
+    return subprocess.Popen(  # noqa: S603 - this very Python, and a script of these tests
+        [sys.executable, str(ENGINE)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def started(script: Path, job: Path, answers: Path, log: Path) -> int:
+    """Do a job in a new process, and return its exit code."""
     with log.open("w", encoding="utf-8") as out:
         try:
-            subprocess.run(  # noqa: S603  # this very Python, and a script of these tests
-                [sys.executable, str(script or ENGINE), str(job), str(answers)],
+            return subprocess.run(  # noqa: S603 - as above
+                [sys.executable, str(script), str(job), str(answers)],
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 timeout=STOP_AFTER_S,
-                check=True,
-            )
-        except subprocess.CalledProcessError as error:
-            if error.returncode == -signal.SIGKILL:
-                raise VllmKilledError("killed") from None
-            raise VllmError(last_error(log.read_text("utf-8"))) from None
+                check=False,
+            ).returncode
         except subprocess.TimeoutExpired:
-            raise VllmError(f"no answers within {STOP_AFTER_S:.0f} s") from None
-    return json.loads(answers.read_text("utf-8"))
+            return -signal.SIGALRM
 
 
 def last_error(log: str) -> str:

@@ -23,7 +23,7 @@ import torch
 from engine_duel import ASYNC, MODELS, SYNC
 from generate_duel import Match, say
 from generation import Round, make_rounds
-from generators import Plain, VllmError, VllmKilledError, answers_of, job_of, several
+from generators import ENGINE, Plain, VllmError, VllmKilledError, answers_of, job_of, several
 from natural_duel import OURS as NATURAL
 
 from hybridkv.runner import tiny_model, wrap
@@ -193,14 +193,14 @@ def run(
         if regime.killed:
             killed_in(asked | {"killed": regime.killed}, folder)
         elif regime.second:
-            answers_of(asked, folder)
+            answers_of(asked, folder, ENGINE)  # not a fork, which has the same seed of hash
         return answers_of(asked, folder)
 
 
 def killed_in(asked: Mapping[str, Any], folder: Path) -> None:
     """Do a job that ends in the middle, and not in another way."""
     try:
-        answers_of(asked, folder)
+        answers_of(asked, folder, ENGINE)
     except VllmKilledError:
         return
     raise VllmError("the first process was to be killed, but it ended")

@@ -13,6 +13,10 @@ ANSWERS  {"rounds": [[{"tokens": [...], "hit_tokens": n, "first_s": seconds to t
           one, "runner": module of the model runner where it runs in this process, "version": of vLLM,
           "counts": of the connector, "replays": captured graphs that ran in this process}
 
+python vllm_engine.py                a line in for each job, which a fork does; its exit code out
+
+in       [JOB, ANSWERS, file for the log, seconds after which SIGALRM ends it]
+
 python vllm_engine.py OPTIONS        of vllm.LLM, JSON; a line of JSON in, a line of JSON out, until the lines end
 
 in       {"asks": [{"name": ..., "prompt": token ids, "output": tokens, "transfer": kv_transfer_params or null,
@@ -215,6 +219,24 @@ def do(job_file: str, out: str) -> None:
     Path(out).write_text(json.dumps(answers), "utf-8")
 
 
+def fork_jobs() -> None:
+    """Do a job for each line. vLLM is imported once."""
+    assert vllm.LLM  # imports most of vLLM
+    codes = os.fdopen(os.dup(1), "w")
+    for line in sys.stdin:
+        job, answers, log, seconds = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            with Path(log).open("w", encoding="utf-8") as told:
+                os.dup2(told.fileno(), 1)
+                os.dup2(told.fileno(), 2)
+            do(job, answers)
+            return
+        codes.write(f"{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}\n")
+        codes.flush()
+
+
 def answer(options: dict[str, Any]) -> None:
     """Lines, until they end."""
     answers = os.fdopen(os.dup(1), "w")  # before vLLM logs to it
@@ -232,5 +254,7 @@ def answer(options: dict[str, Any]) -> None:
 if __name__ == "__main__":  # vLLM starts its own processes with this module
     if len(sys.argv) > 2:
         do(*sys.argv[1:])
+    elif len(sys.argv) == 1:
+        fork_jobs()
     else:
         answer(json.loads(sys.argv[1]))
