@@ -1,6 +1,7 @@
 """The comparison of `make test-vllm-generate`, without vLLM, finds differences that were made on purpose."""
 
 import json
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -216,6 +217,36 @@ def test_generation_failure_is_reported_with_its_error(tmp_path: Path, monkeypat
     monkeypatch.setattr(generators, "STOP_AFTER_S", 60.0)
     with pytest.raises(VllmError):  # neither a vllm here nor a model there
         their_answers(tmp_path / "model", [], {"no_such_option": 1})
+
+
+FORKS = """
+import json, sys
+for line in sys.stdin:
+    asked = json.loads(line)
+    options = json.load(open(asked["job"][0]))["options"]
+    open(asked["log"], "w").write("IndexError: index 12 is out of bounds")
+    open(asked["job"][1], "w").write('"answers"')
+    print(options["code"], flush=True)
+"""
+
+
+def test_exit_codes_of_forks_become_answers_and_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generators, "ENGINE", tmp_path / "forks.py")
+    monkeypatch.setattr(generators, "FREE_SERVERS", [])
+    generators.ENGINE.write_text(FORKS, "utf-8")
+
+    def answers(code: int) -> object:
+        return generators.answers_of(generators.job_of(tmp_path, [], {"code": code}), tmp_path)
+
+    assert answers(0) == "answers"
+    with pytest.raises(VllmError, match=r"^IndexError: index 12 is out of bounds$"):
+        answers(1)
+    with pytest.raises(generators.VllmKilledError):
+        answers(-signal.SIGKILL)
+    with pytest.raises(VllmError, match="no answers within 900 s"):
+        answers(-signal.SIGALRM)
+    (server,) = generators.FREE_SERVERS  # one process for all jobs
+    server.communicate()
 
 
 def test_last_error_of_a_log_is_the_error_of_the_worker() -> None:

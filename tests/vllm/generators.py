@@ -7,7 +7,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,8 @@ MEMORY = "64MiB"
 """Of our cache: like the GiB of vLLM's, so much that nothing is evicted."""
 STOP_AFTER_S = 900.0
 ENGINE = Path(__file__).with_name("vllm_engine.py")
+FREE_SERVERS: list[subprocess.Popen[str]] = []
+"""Fork servers that have no fork."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,24 +140,35 @@ def answers_of(asked: Mapping[str, Any], folder: Path, script: Path | None = Non
 def forked(job: Path, answers: Path, log: Path) -> int:
     """Do a job in a fork, and return its exit code."""
     server = fork_server()
-    assert server.stdin is not None
-    assert server.stdout is not None
-    with suppress(BrokenPipeError):  # then it does not answer, either
-        print(json.dumps([str(job), str(answers), str(log), STOP_AFTER_S]), file=server.stdin, flush=True)
-    code = server.stdout.readline()
-    if not code:
-        server.communicate()
-        fork_server.cache_clear()
-        raise VllmError("vllm_engine.py ended, with its error above")
-    return int(code)
+    tell(server, {"job": [str(job), str(answers)], "log": str(log), "seconds": STOP_AFTER_S})
+    code: int = heard(server)
+    FREE_SERVERS.append(server)
+    return code
 
 
-@cache
 def fork_server() -> subprocess.Popen[str]:
-    """vllm_engine.py, once vLLM is imported. It ends with its lines, and so with this process."""
+    """vllm_engine.py, which imports vLLM once, without a fork. It ends with its lines, and so with this process."""
+    if FREE_SERVERS:
+        return FREE_SERVERS.pop()
     return subprocess.Popen(  # noqa: S603 - this very Python, and a script of these tests
         [sys.executable, str(ENGINE)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
+
+
+def tell(server: subprocess.Popen[str], line: object) -> None:
+    assert server.stdin is not None
+    with suppress(BrokenPipeError):  # then it does not answer, either
+        print(json.dumps(line), file=server.stdin, flush=True)
+
+
+def heard(server: subprocess.Popen[str]) -> Any:  # noqa: ANN401 - JSON
+    """The next line of ``server`` or its fork: a number, when the fork has ended."""
+    assert server.stdout is not None
+    line = server.stdout.readline()
+    if not line:
+        server.communicate()
+        raise VllmError("vllm_engine.py ended, with its error above")
+    return json.loads(line)
 
 
 def started(script: Path, job: Path, answers: Path, log: Path) -> int:

@@ -6,14 +6,14 @@ first hands over; stock and the reference layout must find and load as much. Del
 """
 
 import argparse
-import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from signal import SIGKILL
+from subprocess import Popen
 from tempfile import TemporaryDirectory
 from threading import Timer
 from typing import Any, Self
@@ -21,7 +21,19 @@ from typing import Any, Self
 import torch
 from generate_duel import MATCHES, Match, say
 from generation import Answer, Comparison, Round, make_rounds
-from generators import ENGINE, OUTPUT, Plain, VllmError, answers_of, job_of, last_error, several
+from generators import (
+    FREE_SERVERS,
+    OUTPUT,
+    Plain,
+    VllmError,
+    answers_of,
+    fork_server,
+    heard,
+    job_of,
+    last_error,
+    several,
+    tell,
+)
 from pd_served import FIRST, SIDE_CHANNEL, connector, require_nixl
 from served import free_port
 
@@ -41,7 +53,7 @@ SIDES: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """Options of vllm.LLM for both engines."""
-ANSWERS_WITHIN_S = 300.0
+ANSWERS_WITHIN_S, ENDS_WITHIN_S = 300.0, 60.0
 """An engine that needs longer for a round is ended: it may wait for loads for ever."""
 LATE = "a state one token late"
 """As nixl_variants has it, which imports vLLM."""
@@ -128,53 +140,53 @@ LITTLE = {"stock": 22, "reference": 22, "natural": 30}
 
 
 class Live:
-    """vllm_engine.py in a process of its own. log: what vLLM says."""
+    """An engine of vllm_engine.py in a fork. log: what vLLM says."""
 
     def __init__(self, options: Mapping[str, Any], log: Path) -> None:
-        self._port = free_port()
         self._log = log
-        self._process = subprocess.Popen(  # noqa: S603 - this very Python, and a script of these tests
-            [sys.executable, str(ENGINE), json.dumps(options)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log.open("w", encoding="utf-8"),
-            env={**os.environ, SIDE_CHANNEL: str(self._port), "VLLM_SSM_CONV_STATE_LAYOUT": "DS"},  # else by name
-            text=True,
-        )
+        self._server: Popen[str] | None = fork_server()
+        variables = {SIDE_CHANNEL: str(free_port()), "VLLM_SSM_CONV_STATE_LAYOUT": "DS"}  # else by name
+        tell(self._server, {"options": options, "log": str(log), "environment": variables})
+        self._process = heard(self._server)["process"]
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         """It ends with its lines; one that does not is ended."""
-        try:
-            self._process.communicate(timeout=60)
-        except subprocess.TimeoutExpired:
-            self.kill()
+        if self._server is not None:
+            tell(self._server, {})
+        while self._server is not None:
+            self._hear(ENDS_WITHIN_S)
 
     def kill(self) -> None:
         """End it at once, as when its machine is lost."""
-        self._process.kill()
-        self._process.wait()
+        os.kill(self._process, SIGKILL)
+        self._hear(ENDS_WITHIN_S)
 
     def ask(self, asks: Sequence[Mapping[str, Any]], *, hold: bool = False) -> None:
         """hold: it is asked once more, when others have read its blocks."""
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps({"asks": asks, "hold": hold}) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            raise VllmError(last_error(self._log.read_text("utf-8"))) from None
+        assert self._server is not None
+        tell(self._server, {"asks": asks, "hold": hold})
 
     def answer(self) -> Any:  # noqa: ANN401 - what vllm_engine.py answers
-        assert self._process.stdout is not None
-        late = Timer(ANSWERS_WITHIN_S, self._process.kill)
-        late.start()
-        line = self._process.stdout.readline()
-        late.cancel()
-        if not line:
+        found = self._hear(ANSWERS_WITHIN_S)
+        if found is None:
             raise VllmError(last_error(self._log.read_text("utf-8")))
-        return json.loads(line)
+        return found
+
+    def _hear(self, seconds: float) -> Any:  # noqa: ANN401 - as above
+        """Its next line, None when it has ended. It is ended if it needs longer."""
+        assert self._server is not None
+        late = Timer(seconds, os.kill, (self._process, SIGKILL))
+        late.start()
+        found = heard(self._server)
+        late.cancel()
+        if isinstance(found, dict):
+            return found
+        FREE_SERVERS.append(self._server)
+        self._server = None
+        return None
 
 
 @dataclass(frozen=True, slots=True)

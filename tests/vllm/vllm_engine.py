@@ -13,11 +13,11 @@ ANSWERS  {"rounds": [[{"tokens": [...], "hit_tokens": n, "first_s": seconds to t
           one, "runner": module of the model runner where it runs in this process, "version": of vLLM,
           "counts": of the connector, "replays": captured graphs that ran in this process}
 
-python vllm_engine.py                a line in for each job, which a fork does; its exit code out
+python vllm_engine.py                a fork for each job or engine, a line of JSON; at its end its exit code
 
-in       [JOB, ANSWERS, file for the log, seconds after which SIGALRM ends it]
-
-python vllm_engine.py OPTIONS        of vllm.LLM, JSON; a line of JSON in, a line of JSON out, until the lines end
+in       {"job": [JOB, ANSWERS], "log": file, "seconds": after which SIGALRM ends it}
+in       {"options": of vllm.LLM, "log": file, "environment": variables}, then lines for the fork, and {} to end it
+out      {"process": of the fork}, then its lines
 
 in       {"asks": [{"name": ..., "prompt": token ids, "output": tokens, "transfer": kv_transfer_params or null,
                     "abort": whether it is aborted while a connector loads it}, ...],
@@ -34,7 +34,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, TextIO
 
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
@@ -219,42 +219,45 @@ def do(job_file: str, out: str) -> None:
     Path(out).write_text(json.dumps(answers), "utf-8")
 
 
-def fork_jobs() -> None:
-    """Do a job for each line. vLLM is imported once."""
+def fork_for_each_line() -> None:
+    """vLLM is imported once, before the first fork."""
     assert vllm.LLM  # imports most of vLLM
-    codes = os.fdopen(os.dup(1), "w")
+    out = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
-        job, answers, log, seconds = json.loads(line)
+        asked = json.loads(line)
+        if "log" not in asked:
+            continue  # for a fork that has failed
         child = os.fork()
         if child == 0:
-            signal.setitimer(signal.ITIMER_REAL, seconds)
-            with Path(log).open("w", encoding="utf-8") as told:
+            os.environ.update(asked.get("environment", {}))
+            with Path(asked["log"]).open("w", encoding="utf-8") as told:
                 os.dup2(told.fileno(), 1)
                 os.dup2(told.fileno(), 2)
-            do(job, answers)
+            if "job" in asked:
+                signal.setitimer(signal.ITIMER_REAL, asked["seconds"])
+                do(*asked["job"])
+            else:
+                answer(asked["options"], out)
             return
-        codes.write(f"{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}\n")
-        codes.flush()
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=out, flush=True)
 
 
-def answer(options: dict[str, Any]) -> None:
-    """Lines, until they end."""
-    answers = os.fdopen(os.dup(1), "w")  # before vLLM logs to it
-    os.dup2(2, 1)
+def answer(options: dict[str, Any], out: TextIO) -> None:
+    """Lines, until they end or an empty object comes."""
+    print(json.dumps({"process": os.getpid()}), file=out, flush=True)
     if options.get("async_scheduling"):
         gpu_defaults.schedule_ahead()
     watched = Watched(**options)
     for line in sys.stdin:
         asked = json.loads(line)
+        if not asked:
+            break
         found = watched.play(asked["asks"], hold=asked.get("hold", False))
-        answers.write(json.dumps({"answers": found, **watched.final_state()}) + "\n")
-        answers.flush()
+        print(json.dumps({"answers": found, **watched.final_state()}), file=out, flush=True)
 
 
 if __name__ == "__main__":  # vLLM starts its own processes with this module
-    if len(sys.argv) > 2:
+    if len(sys.argv) > 1:
         do(*sys.argv[1:])
-    elif len(sys.argv) == 1:
-        fork_jobs()
     else:
-        answer(json.loads(sys.argv[1]))
+        fork_for_each_line()
