@@ -34,15 +34,17 @@ def lost_blocks() -> None:
 
 
 def failed_loads() -> None:
-    """Every third load breaks off with an error of the device, after half of the groups."""
+    """Every third write of a group breaks off with an error of the device, after half of the blocks."""
     from hybridkv.vllm.tier_worker import DevicePages  # noqa: PLC0415 - imports torch
 
     write, numbers = DevicePages.write, count(1)
 
-    def failing(self: DevicePages, *args: Any) -> None:  # noqa: ANN401 - passed on
-        write(self, *args)
-        if next(numbers) % 3 == 0:
-            raise RuntimeError("a device failed")
+    def failing(self: DevicePages, group: int, blocks: Any, rows: Any) -> None:  # noqa: ANN401 - tensors
+        if next(numbers) % 3:
+            return write(self, group, blocks, rows)
+        half = len(blocks) // 2
+        write(self, group, blocks[:half], rows[:half])
+        raise RuntimeError("a device failed")
 
     _put(DevicePages, "write", failing)
 
