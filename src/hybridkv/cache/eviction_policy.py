@@ -104,6 +104,10 @@ class EvictionPolicy(Protocol):
         """Return the kept resume point at ``tokens`` of ``request``; None if it is not known."""
         ...
 
+    def resemble(self, request: Request, copy: Copy) -> None:
+        """Keep the next resume point of ``request`` as the kind that ``copy`` is, the same one on another tier."""
+        ...
+
     def note_below(self, request: Request, tokens: int, below: Below) -> None:
         """Note that the tier below has a copy of the resume point at ``tokens`` of ``request``."""
         ...
@@ -181,6 +185,9 @@ class LeastRecentlyUsed:
     def copy_at(self, request: Request, tokens: int) -> Copy | None:  # noqa: ARG002 - a method of EvictionPolicy
         """Return None: no resume point is known."""
         return None
+
+    def resemble(self, request: Request, copy: Copy) -> None:
+        """Do nothing: no resume point is known."""
 
     def note_below(self, request: Request, tokens: int, below: Below) -> None:
         """Do nothing: no resume point is known."""

@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.cache.eviction_policy import Below
+from hybridkv.cache.eviction_policy import Below, Copy
 from hybridkv.cache.index import KnownTokens, add_known, leading_known
 from hybridkv.cache.journal import BlockFact, Cleared, Ids
 from hybridkv.cache.pool import BlockPool
@@ -140,11 +140,13 @@ class _Session:
     Attributes:
         consumed: The kept resume point at which the row resumed.
         gap: Seconds since the last use of its prefix.
+        kind: The kind of its resume points; None: see ``kind_of``.
         output: The resume point that its output made last.
     """
 
     consumed: ResumePoint | None = None
     gap: float | None = None
+    kind: Kind | None = None
     output: ResumePoint | None = None
 
 
@@ -205,7 +207,10 @@ class RankedResumePoints:
         self.settle()
         now, self._unparks = self._clock(), True
         session = self._sessions[request.row] = _Session()
-        if request.first_hit_tokens is not None or not request.reads_prefix_cache:
+        if request.first_hit_tokens is not None:  # it was counted before
+            session.consumed = self._tree.deepest(request, request.first_hit_tokens)
+            return
+        if not request.reads_prefix_cache:
             return
         tenant = self._tenant_of(request)
         self._tenants[tenant].ranking.note_request(now)
@@ -362,9 +367,10 @@ class RankedResumePoints:
 
     def _make(self, request: Request, place: Place, tokens: int, now: float, *, ended: bool) -> ResumePoint:
         session = self._sessions.get(request.row)
-        gap = None if session is None else session.gap
-        kind, tenant = kind_of(request, tokens, self._alignment, ended=ended), self._tenant_of(request)
-        point = self._tree.make(place, kind, tokens, now, gap, tenant)
+        gap, kind = (None, None) if session is None else (session.gap, session.kind)
+        if kind is None:
+            kind = kind_of(request, tokens, self._alignment, ended=ended)
+        point = self._tree.make(place, kind, tokens, now, gap, self._tenant_of(request))
         if request.hints is not NO_HINTS:
             self._note_hints(request, point, now)
         return point
@@ -410,6 +416,12 @@ class RankedResumePoints:
         """Return the kept resume point at ``tokens`` of ``request``; None if there is none. O(1)."""
         point = self._tree.find(request, tokens)
         return point if point is not None and point.kept else None
+
+    def resemble(self, request: Request, copy: Copy) -> None:
+        """Keep the next resume point of ``request``, which has a row, as the kind that ``copy`` is, after its gap."""
+        if isinstance(copy, ResumePoint):
+            session = self._sessions[request.row]
+            session.gap, session.kind = copy.session_gap, copy.kind
 
     def note_below(self, request: Request, tokens: int, below: Below) -> None:
         """Note the copy of the resume point at ``tokens`` of ``request``: evicted, it costs no more than its return."""

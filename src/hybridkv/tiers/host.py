@@ -296,13 +296,9 @@ class HostTier:
             self._later.append((request, tokens))  # its blocks are shared after they have arrived
             return
         carrier = request.prefix(f"store {self._carriers.number()}", tokens + 1)
-        ends_prompt = tokens + 1 == request.num_prompt_tokens
-        if not ends_prompt:
-            carrier.first_hit_tokens = 0  # the end of its prompt counts the request
+        carrier.first_hit_tokens = request.first_hit_tokens or 0  # the request itself was counted when it was looked up
         have = self.host.find_hit(carrier)
         if have.tokens == tokens:
-            if ends_prompt:  # nothing is copied, but the host learns that its resume point was hit
-                self.host.eviction_policy.begin(carrier, tokens)
             self._note_below(carrier, tokens)
             self._demote(carrier, tokens)
             return
@@ -331,6 +327,8 @@ class HostTier:
             return False
         known = answer is not None and self.host.is_longest_hit(request, answer)
         have = answer if answer is not None and known else self.host.find_hit(request)
+        if answer is None and not request.hints.prefetch:  # the host learns from each request, wherever its prefix lies
+            self.host.eviction_policy.begin(request, have.tokens)
         self._remember(request.request_id, have)
         return self._wants_more(request, hit, have, again=False)
 
@@ -501,6 +499,8 @@ class HostTier:
         if begun is None:
             return False
         number, held = begun
+        if (copy := route.source.eviction_policy.copy_at(carrier, tokens)) is not None:
+            route.target.eviction_policy.resemble(carrier, copy)
         copies = _copies(route, held, columns)
         numbered = np.concatenate((np.full((1, copies.shape[1]), number, np.int32), copies))
         (self._stores if way is Way.STORE else self._loads).append(numbered)
