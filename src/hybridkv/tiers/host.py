@@ -296,7 +296,7 @@ class HostTier:
             self._later.append((request, tokens))  # its blocks are shared after they have arrived
             return
         carrier = request.prefix(f"store {self._carriers.number()}", tokens + 1)
-        carrier.first_hit_tokens = request.first_hit_tokens or 0  # the request itself was counted when it was looked up
+        carrier.first_hit_tokens = request.first_hit_tokens or 0  # the request itself was counted when it began
         have = self.host.find_hit(carrier)
         if have.tokens == tokens:
             self._note_below(carrier, tokens)
@@ -327,8 +327,6 @@ class HostTier:
             return False
         known = answer is not None and self.host.is_longest_hit(request, answer)
         have = answer if answer is not None and known else self.host.find_hit(request)
-        if answer is None and not request.hints.prefetch:  # the host learns from each request, wherever its prefix lies
-            self.host.eviction_policy.begin(request, have.tokens)
         self._remember(request.request_id, have)
         return self._wants_more(request, hit, have, again=False)
 
@@ -375,6 +373,9 @@ class HostTier:
             request: A request that got a row, with its hit as computed tokens.
         """
         came = self._answers.pop(request.request_id, None)
+        if request.first_hit_tokens is None:  # the host learns from each request, wherever its prefix lies
+            asked = request.prefix(request.request_id, request.num_prompt_tokens)
+            self.host.eviction_policy.begin(asked, self.host.find_hit(asked).tokens)
         if isinstance(came, _CameUp) and request.first_hit_tokens is None:
             last = min(came.last, request.num_computed_tokens, request.num_prompt_tokens)
             self._counts["hit_tokens"] += max(last - came.first, 0)
