@@ -148,7 +148,8 @@ def run(model: Path, rounds: Sequence[Round], match: Match, regime: Regime, sche
 
 def fitting(match: Match) -> list[str]:
     """The regimes that are run: all for some models, for the others those where their groups matter."""
-    return [one.name for one in REGIMES if one.everywhere or match.name in IN_EVERY_REGIME]
+    fit = [one for one in REGIMES if one.everywhere or match.name in IN_EVERY_REGIME]
+    return [one.name for one in fit if one.unit is None or match.name != "llama"]  # vLLM: only for several groups
 
 
 def faults(theirs: Any, ours: Any, rounds: Sequence[Round], regime: Regime, match: Match) -> Iterator[str]:  # noqa: ANN401 - as above
