@@ -16,6 +16,8 @@ from typing import Any, Final
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from hybridkv.vllm.nixl import NaturalNixlConnector
 
@@ -59,9 +61,17 @@ class Variant(NixlConnector):  # type: ignore[misc] # vLLM is not typed here
             return found, beside
         return min(found, request.num_tokens - 1 - num_computed_tokens), False
 
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:  # noqa: ANN401 - vLLM's
+        """NixlConnector loads the blocks without a hash. Within the step, all blocks have theirs already."""
+        if self._within:
+            unhashed = ([KVCacheBlock(one.block_id, is_null=one.is_null) for one in group] for group in blocks.blocks)
+            blocks = KVCacheBlocks(tuple(unhashed))
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
         super().start_load_kv(forward_context, **kwargs)
-        due = set(self._get_connector_metadata().reqs_to_recv) if self._within else set()
+        asked = self._get_connector_metadata().reqs_to_recv if self._within else {}
+        due = {name for name, one in asked.items() if any(one.local_block_ids)}  # others have all blocks
         while due:
             self.connector_worker.start_load_kv(NixlConnectorMetadata())
             due -= self.connector_worker.get_transfer_results().finished_recving

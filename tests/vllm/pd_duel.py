@@ -317,9 +317,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def at_edges(rounds: Sequence[Round]) -> tuple[Round, ...]:
-    """The first prompts, cut to whole blocks and the token that the second engine computes; none begins another."""
+    """The first prompts, cut to whole blocks and the token that the second engine computes; none begins another.
+
+    They come twice: later requests hit what was loaded.
+    """
     cut = (one[: max((n for n in EDGES if n <= len(one)), default=0)] for one in rounds[0].prompts)
-    return (Round("edges", tuple(filter(None, cut))),)
+    prompts = tuple(filter(None, cut))
+    return (Round("edges", prompts), Round("edges again", prompts))
 
 
 def compare(  # noqa: PLR0917 - what a line is made of
