@@ -1,0 +1,158 @@
+"""Processor time of vLLM's scheduler and ours without forwards: of short requests, and of evictions.
+
+    python tests/vllm/cpu_costs.py [--models llama granite_hybrid] [--rows 1 8] [--loads 20]
+
+Requests of 430 tokens, of which other requests had the first 400, ask for one token, ``rows`` in each step. The memory
+is full, so each evicts something. The schedulers take turns. Prints microseconds of a request from its construction,
+which hashes its blocks, to its last output, the median of 200 rounds; and the Python and C calls of a request, which
+do not depend on the machine. Then ``hazard`` and ``lru`` run loads of pressure_duel in the reference layout, in turns:
+the median over the loads of what a step takes, one divided by the other. See docs/design/0036.
+"""
+
+import argparse
+import gc
+import os
+import sys
+import time
+from collections.abc import Iterator
+from statistics import median
+from typing import Any
+
+from generate_duel import Match, say
+from pressure_duel import MODELS, NATURAL, Load, core_of
+from pressure_duel import Side as Pressed
+from scheduling import answer_to, scheduler_of
+from vllm.v1.core.sched.scheduler import Scheduler as Stock
+from vllm.v1.request import Request
+
+import vllm
+from hybridkv.vllm.scheduler import NaturalScheduler, Scheduler
+
+SHARED, OWN, WARM, ROUNDS, COUNTED = 400, 30, 60, 200, 20
+
+
+class Side:
+    """A scheduler, with ``rows`` requests in each step. took: us of a request, by round."""
+
+    def __init__(self, kind: Any, core: Any, rows: int, eviction: str = "") -> None:  # noqa: ANN401 - of vLLM
+        core.scheduler.vllm_config.additional_config = {"hybridkv": {"eviction": eviction}} if eviction else {}
+        self.scheduler, self.hasher, self.rows = scheduler_of(kind, core), core.request_block_hasher, rows
+        self.number, self.took = 0, list[float]()
+
+    def round(self) -> None:
+        """Run ``rows`` requests to their end."""
+        began = time.thread_time()
+        for row in range(self.rows):
+            self.scheduler.add_request(self._request(row))
+        spent = time.thread_time() - began
+        while self.scheduler.requests:
+            began = time.thread_time()
+            output = self.scheduler.schedule()
+            spent += time.thread_time() - began
+            ends = [not self.scheduler.requests[name].is_prefill_chunk for name in output.num_scheduled_tokens]
+            answer = answer_to(output, [[7] if one else [] for one in ends])
+            began = time.thread_time()
+            self.scheduler.update_from_output(output, answer)
+            spent += time.thread_time() - began
+        self.took.append(1e6 * spent / self.rows)
+
+    def _request(self, row: int) -> Request:
+        self.number += 1
+        shared = [(17 * row + 5 + 3 * place) % 500 for place in range(SHARED)]
+        own = [(7 * self.number + place) % 500 for place in range(OWN)]
+        asked = vllm.SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+        return Request(f"{self.number}", shared + own, asked, None, block_hasher=self.hasher)
+
+    def calls(self) -> float:
+        """Return the calls of a request, those of this file included."""
+        seen = 0
+
+        def count(frame: object, event: str, argument: object) -> None:  # noqa: ARG001 - as sys.setprofile calls it
+            nonlocal seen
+            seen += event in {"call", "c_call"}
+
+        for _ in range(COUNTED):
+            sys.setprofile(count)
+            self.round()
+            sys.setprofile(None)
+        return seen / COUNTED / self.rows
+
+
+def rows_of(match: Match, rows: int) -> Iterator[str]:
+    """Yield a line of the table for each scheduler."""
+    core, engine = core_of(match)
+    natural, other = core_of(match, **NATURAL)
+    sides = {
+        "stock": Side(Stock, core, rows),
+        "reference, lru": Side(Scheduler, core, rows, "lru"),
+        "reference, hazard": Side(Scheduler, core, rows, "hazard"),
+        "natural, lru": Side(NaturalScheduler, natural, rows, "lru"),
+        "natural, hazard": Side(NaturalScheduler, natural, rows, "hazard"),
+    }
+    gc.disable()
+    for _ in range(WARM + ROUNDS):
+        for side in sides.values():
+            side.round()
+    gc.enable()
+    stock = median(sides["stock"].took[WARM:])
+    for title, side in sides.items():
+        took = median(side.took[WARM:])
+        yield f"| tiny:{match.name} | {rows} | {title} | {took:,.0f} | {took / stock:.2f} | {side.calls():,.0f} |"
+    del engine, other
+
+
+def step_of(core: Any, load: Load, memory: tuple[int, int], eviction: str) -> float:  # noqa: ANN401 - of vLLM
+    """Return the seconds of a step of ``load``, the arrivals and answers of its requests left out."""
+    core.scheduler.vllm_config.additional_config = {"hybridkv": {"eviction": eviction}}
+    side, spent = Pressed(Scheduler, core, load, *memory), 0.0
+
+    def timed(call: Any) -> Any:  # noqa: ANN401 - a method of the scheduler
+        def run(*given: object) -> object:
+            nonlocal spent
+            began = time.thread_time()
+            try:
+                return call(*given)
+            finally:
+                spent += time.thread_time() - began
+
+        return run
+
+    for name in ("schedule", "update_from_output"):
+        setattr(side.scheduler, name, timed(getattr(side.scheduler, name)))
+    steps = side.play().steps
+    return spent / steps
+
+
+def evictions_of(match: Match, loads: int) -> str:
+    """Return the line of ``hazard`` divided by ``lru``."""
+    core, engine = core_of(match)
+    ratios = []
+    gc.disable()
+    for seed in range(loads):
+        load = Load.of(seed)
+        memory, order = load.memory(core), ("lru", "hazard") if seed % 2 else ("hazard", "lru")
+        took = {eviction: step_of(core, load, memory, eviction) for eviction in order}
+        ratios.append(took["hazard"] / took["lru"])
+    gc.enable()
+    del engine
+    return f"| tiny:{match.name} | a step under pressure | hazard / lru | | {median(ratios):.2f} | |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["llama", "granite_hybrid"])
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--loads", type=int, default=20)
+    asked = parser.parse_args()
+    say("| model | in a step | scheduler | us | of stock | calls |\n|---|--:|---|--:|--:|--:|")
+    for match in (match for match in MODELS if match.name in asked.models):
+        for rows in asked.rows:
+            for line in rows_of(match, rows):
+                say(line)
+        if asked.loads:
+            say(evictions_of(match, asked.loads))
+    os._exit(0)  # vLLM's threads would keep the process
+
+
+if __name__ == "__main__":
+    main()
