@@ -422,7 +422,8 @@ class CacheManager:
 
     def take_events(self) -> list[Any]:
         """Return the events since the last call in vLLM's classes."""
-        return self._to_engine_events((self.cache if self.tier is None else self.tier).take_events())
+        events = (self.cache if self.tier is None else self.tier).take_events()
+        return self._to_engine_events(events) if events else []  # asked in each step, mostly without any
 
     # -- work for the workers
 

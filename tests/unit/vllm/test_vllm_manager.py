@@ -328,6 +328,14 @@ def test_vllm_manager_events_use_the_engine_hashes() -> None:
     (stored,) = cache.take_events()
     assert list(stored.block_hashes) == request.block_hashes
     assert stored.cache_salt == "tenant"
+    assert not cache.take_events()
+
+
+def test_vllm_manager_converts_no_events_in_steps_without_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = manager(FullAttentionSpec())
+    run(cache, Asked("a", PROMPT), len(PROMPT))
+    monkeypatch.setattr(cache, "_to_engine_events", lambda events: pytest.fail(f"{events} are converted"))
+    assert cache.take_events() == []
 
 
 @pytest.mark.parametrize(
