@@ -284,7 +284,8 @@ def test_disk_keeps_what_the_host_evicts() -> None:
     assert alone.hit_tokens is not None
     assert small.hit_tokens is not None
     assert large.hit_tokens is not None
-    assert alone.hit_tokens < small.hit_tokens < large.hit_tokens
+    # a disk as small as the host evicts what the host gave up for it: with other seeds it finds less than none
+    assert max(alone.hit_tokens, small.hit_tokens) < large.hit_tokens
     assert not slow.host_tier.fetches  # computing is faster
 
 
