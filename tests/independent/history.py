@@ -32,11 +32,12 @@ class History:
         eviction: str = LRU.name,
         family: str | None = None,
         *,
+        layout: str | None = None,
         tiered: bool = False,
         stored: bool = False,
     ) -> None:
         self._rng = random.Random(seed)
-        self.world = random_world(self._rng, eviction, family, tiered=tiered, stored=stored)
+        self.world = random_world(self._rng, eviction, family, layout=layout, tiered=tiered, stored=stored)
         self._tamper = tamper
         self._chance = np.random.default_rng(seed)
         self._stories: dict[str, Story] = {}
@@ -246,15 +247,16 @@ def play(
     eviction: str = LRU.name,
     family: str | None = None,
     *,
+    layout: str | None = None,
     tiered: bool = False,
     stored: bool = False,
 ) -> Counter[str]:
     """One history from ``seed``; what happened in it. DifferenceError names the seed and the world.
 
-    eviction: what is given up next, in worlds of the natural layout. family: of the model, None for any. tiered: with
-    host memory below the device's. stored: with a store behind that, and processes that end.
+    eviction: what is given up next. family: of the model, None for any. layout: None for either. tiered: with host
+    memory below the device's. stored: with a store behind that, and processes that end.
     """
-    history = History(seed, tamper, eviction, family, tiered=tiered or stored, stored=stored)
+    history = History(seed, tamper, eviction, family, layout=layout, tiered=tiered or stored, stored=stored)
     try:
         history.play(steps)
     except Exception as error:

@@ -27,6 +27,7 @@ def main() -> int:
     parser.add_argument(
         "--tiers", choices=("host", "store"), help="host memory below the device, and a store behind it"
     )
+    parser.add_argument("--layout", choices=("natural", "reference"), help="of the plans; either by default")
     options = parser.parse_args()
     logging.getLogger("hybridkv").setLevel(logging.CRITICAL)
     counts: Counter[str] = Counter()
@@ -35,10 +36,19 @@ def main() -> int:
     while True:
         try:
             if options.tiers is None:
-                counts += play(seed, steps=options.steps, family=options.family)
+                counts += play(seed, steps=options.steps, family=options.family, layout=options.layout)
             else:
                 stored = options.tiers == "store"
-                counts += play(seed, None, options.steps, HAZARD.name, options.family, tiered=True, stored=stored)
+                counts += play(
+                    seed,
+                    None,
+                    options.steps,
+                    HAZARD.name,
+                    options.family,
+                    layout=options.layout,
+                    tiered=True,
+                    stored=stored,
+                )
         except DifferenceError as error:
             sys.stdout.write(f"DIFFERENCE after {counts['row-steps']} row-steps\n{error}\n")
             return 1

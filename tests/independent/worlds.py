@@ -212,22 +212,25 @@ def random_world(
     eviction: str = LRU.name,
     family: str | None = None,
     *,
+    layout: str | None = None,
     tiered: bool = False,
     stored: bool = False,
 ) -> World:
     """A model, a plan that is tight, a cache and a scheduler. Draws again what the library refuses by name.
 
-    family: of the model, of which "compressed" is drawn on request alone; None for any other. tiered: with host memory,
-    which only the natural layout can have. stored: with a store behind that.
+    family: of the model, of which "compressed" is drawn on request alone; None for any other. layout: None for either.
+    tiered: with host memory. stored: with a store behind that.
     """
     while True:
         try:
-            return _world(rng, eviction, family, tiered=tiered, stored=stored)
+            return _world(rng, eviction, family, layout, tiered=tiered, stored=stored)
         except (ConfigError, UnsupportedModelError):
             continue
 
 
-def _world(rng: random.Random, eviction: str, wanted: str | None, *, tiered: bool, stored: bool) -> World:
+def _world(
+    rng: random.Random, eviction: str, wanted: str | None, layout: str | None, *, tiered: bool, stored: bool
+) -> World:
     block = rng.choice((2, 4, 4, 8, 16))
     drafts = rng.choice((0, 0, 1, 2, 3))
     families = _configs(rng)
@@ -236,7 +239,7 @@ def _world(rng: random.Random, eviction: str, wanted: str | None, *, tiered: boo
         model = (_mixture if family == "mixture" else _compressed)(rng, block, drafts)
     else:
         model = read_model(families[family], block_size=block, num_speculative_tokens=drafts)
-    layout = "natural" if tiered else rng.choice(("natural", "natural", "reference"))
+    layout = layout or rng.choice(("natural", "natural", "reference"))
     names = ("align", "none") if layout == "reference" else ("ends", "ends", "align:8", "interval:5", "none")
     placement = rng.choice(names)
     limits = SchedulerLimits(
@@ -300,11 +303,10 @@ class _Below:
     """Host memory of a slab or of several times the device's, and perhaps a store of some blocks or of many."""
 
     def __init__(self, rng: random.Random, plan: Plan, *, stored: bool) -> None:
-        slabs = plan.config.slabs
-        assert slabs is not None  # the layout is natural
+        config = plan.config
         self._plan = plan
-        sizes = (2, plan.config.num_blocks, 3 * plan.config.num_blocks)
-        self._config = tier_plan(plan, slabs.slab_bytes * rng.choice(sizes)).config
+        sizes = (2, config.num_blocks, 3 * config.num_blocks)
+        self._config = tier_plan(plan, config.unit_bytes * rng.choice(sizes)).config
         self.limits = TierLimits(rng.choice((1, 2, 8)), rng.choice((1, 4, 16)))
         self.shelf, self.slow = None, None
         if stored:
@@ -316,7 +318,7 @@ class _Below:
                 patience_s=rng.choice((0.3, 10.0)),
             )
             ranks = plan.limits.cp
-            self.shelf = Shelf(ranks * slabs.slab_bytes * plan.config.num_blocks * rng.choice((1, 8, 64)), rng)
+            self.shelf = Shelf(ranks * config.arena_bytes * rng.choice((1, 8, 64)), rng)
             self.slow = Slow(rng) if rng.random() < 0.5 else None
 
     def tier(self, cache: KVCacheManager, options: dict[str, Any], of_both: dict[str, Any]) -> HostTier:
