@@ -81,15 +81,16 @@ def test_wrong_arguments_are_rejected_before_a_process_starts() -> None:
         Ranks("tiny:llama", 2, device="tpu")
 
 
-def test_killed_rank_is_an_error_and_nothing_stays() -> None:
+def test_crashed_rank_is_an_error_that_says_where_and_nothing_stays(capfd: pytest.CaptureFixture[str]) -> None:
     options = EngineOptions(self_check=False)
     with Ranks("tiny:llama", 2) as ranks, ranks.engine(**SIZES, options=options) as engine:
         engine.generate(PROMPTS[:1], greedy(2))
         (child,) = ranks._children
-        os.kill(child.pid, signal.SIGKILL)
+        os.kill(child.pid, signal.SIGABRT)
         with pytest.raises((WorkerError, RuntimeError)):
             engine.generate(PROMPTS[1:], greedy(2))
-    assert child.returncode == -signal.SIGKILL
+    assert child.returncode == -signal.SIGABRT
+    assert "Fatal Python error: Aborted" in capfd.readouterr().err
     assert not torch.distributed.is_initialized()
 
 

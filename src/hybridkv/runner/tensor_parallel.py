@@ -201,7 +201,8 @@ class Ranks:
         """Start the process of a rank, and wait until it has connected."""
         with Listener(("127.0.0.1", 0), authkey=key) as listener:
             code = f"from {__name__} import run_rank; run_rank()"
-            child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)  # noqa: S603 - our own
+            command = [sys.executable, "-X", "faulthandler", "-c", code]  # a crash in C prints where
+            child = subprocess.Popen(command, stdin=subprocess.PIPE)  # noqa: S603 - our own
             self._children.append(child)
             assert child.stdin is not None  # noqa: S101 - asked for above
             with child.stdin as pipe:
