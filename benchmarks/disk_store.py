@@ -171,6 +171,7 @@ def main() -> None:
     parser.add_argument("--mebibytes", type=int, default=512, help="bytes of each store, in MiB")
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
     for block_bytes in (256, 16 * KiB):
         measure_open(options.folder, block_bytes)
     measure_rates(options.folder, options.mebibytes * MiB, options.repeats)
