@@ -26,8 +26,9 @@ OPTIONS = EngineOptions(max_running=2, self_check=False)
 
 @pytest.fixture(autouse=True)
 def _fetches_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine measures a slow disk and leaves it alone (tests/unit/tiers/test_prices.py)."""
+    """A busy machine measures a slow store and leaves it alone (tests/unit/tiers/test_prices.py)."""
     monkeypatch.setattr(Prices, "is_faster", lambda *_: True)
+    monkeypatch.setattr(Prices, "may_look_up", lambda *_: True)
 
 
 def chats(count: int, seed: int) -> list[list[int]]:

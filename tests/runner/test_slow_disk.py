@@ -1,4 +1,4 @@
-"""An engine measures its disk: it fetches what comes sooner than the engine computes it, and tries again later."""
+"""An engine measures its disk: it asks for and fetches what comes sooner than it computes it, and tries again later."""
 
 import threading
 import time
@@ -20,17 +20,25 @@ SLOW_S = 0.25
 
 @dataclass
 class SleepingDisk:
-    """A disk whose reads of blocks take ``sleep_s`` longer. It sleeps on the worker's threads alone."""
+    """A disk whose reads of blocks and look-ups take longer. It sleeps on other threads than the engine's alone."""
 
     disk: DiskFolder
     sleep_s: float = 0.0
+    look_up_s: float = 0.0
     looks_up_at_once: bool = True
+    asked: int = 0
     store: BlockStore = field(init=False)
 
     def open(self, identity: bytes, block_bytes: Sequence[int]) -> "SleepingDisk":
         self.store = self.disk.open(identity, block_bytes)
-        self.exists, self.put, self.close = self.store.exists, self.store.put, self.store.close
+        self.put, self.close = self.store.put, self.store.close
         return self
+
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        if threading.current_thread().name.startswith("hybridkv-lookup"):
+            self.asked += 1
+            time.sleep(self.look_up_s)
+        return self.store.exists(keys)
 
     def get(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[bool]:
         if threading.current_thread().name.startswith("hybridkv-store"):
@@ -90,3 +98,20 @@ def test_slow_disk_is_left_alone_and_a_fast_one_read(tmp_path: Path, monkeypatch
         chats.disk.sleep_s = 0.0
         assert list(chats.fetches(engine, 10))[-4:] == [1] * 4
         assert engine.scheduler.prompt_tokens_found[1] >= found + 4 * 59
+
+
+def test_store_whose_look_ups_take_long_is_asked_no_more_until_it_is_quick(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(price, "_AT_ONCE_S", 0.1)  # as above
+    chats, asked = Chats(tmp_path / "disk"), list[bool]()
+    chats.disk.looks_up_at_once, chats.disk.look_up_s = False, SLOW_S
+    with chats.engine() as engine:
+        for _ in range(10):
+            before = chats.disk.asked
+            list(chats.fetches(engine, 1))
+            asked.append(chats.disk.asked > before)
+        assert asked == [True] * 4 + [False] * 6
+        monkeypatch.setattr(price, "_RETRY_S", 0.0)
+        chats.disk.look_up_s = 0.0
+        assert list(chats.fetches(engine, 10))[-4:] == [1] * 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -103,7 +104,8 @@ def open_tiers(
     if not choice.looks_up_at_once:
         threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hybridkv-lookup")
         undo.callback(threads.shutdown)
-    return Tiers(HostTier(cache, host, lookups=StoreLookups(store, prefixes, threads)), store, hash_block, form)
+    lookups = StoreLookups(store, prefixes, threads, clock=time.monotonic)
+    return Tiers(HostTier(cache, host, lookups=lookups), store, hash_block, form)
 
 
 def _form(loaded: LoadedModel, plan: Plan, hash_block: int) -> tuple[StoreForm, bytes, set[int]]:

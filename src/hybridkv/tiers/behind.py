@@ -133,7 +133,7 @@ class StoreBehind:
         fewest = 1 if request.hints.prefetch else self._limits.least_tokens  # a prefetch wants all, whatever it costs
         if not request.reads_prefix_cache or request.num_tokens - 1 - least < fewest:
             return False
-        tokens = 0 if self._gave_up.get(request.request_id) else self._lookups.ask(request, least, self._carriers.now)
+        tokens = self._found(request, least)
         if tokens is None:
             return True
         if tokens - least < fewest:
@@ -148,6 +148,16 @@ class StoreBehind:
             self._remember(request, gave_up=True)
             self._counts["late"] += 1
         return not late
+
+    def _found(self, request: Request, least: int) -> int | None:
+        """Return the tokens of a request that the store has, ``None`` while that is unknown; 0 if asking takes long."""
+        name, now = request.request_id, self._carriers.now
+        for seconds, late in self._lookups.take_times():
+            self._prices.looked_up(seconds, now, late=late)
+        asks = request.hints.prefetch or self._lookups.knows(name)
+        if self._gave_up.get(name) or not (asks or self._prices.may_look_up(request.num_tokens - 1 - least, now)):
+            return 0
+        return self._lookups.ask(request, least, now)
 
     def _waits_for_new(self, request: Request, tokens: int, *, may_begin: bool) -> bool:
         """Return whether a request waits for a fetch that begins now or soon."""

@@ -8,6 +8,8 @@ forget when the request begins
 from __future__ import annotations
 
 import logging
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from typing import Final, NamedTuple
 
@@ -29,6 +31,13 @@ class _Asked(NamedTuple):
     since: float
 
 
+class LookupTime(NamedTuple):
+    """The seconds of a look-up, or those after which nobody waited for it any longer: then ``late``."""
+
+    seconds: float
+    late: bool
+
+
 class StoreLookups:
     """Finds prefixes of waiting requests in a store.
 
@@ -37,6 +46,7 @@ class StoreLookups:
         prefixes: Names the blocks in it.
         executor: Runs the look-ups; ``None``: they run at once, which suits a store whose index is in memory.
         patience_s: Seconds after which a look-up counts as one that found nothing.
+        clock: Seconds, read on the threads of the executor; ``None``: look-ups are not timed.
 
     Attributes:
         store: The store.
@@ -44,12 +54,20 @@ class StoreLookups:
     """
 
     def __init__(
-        self, store: BlockStore, prefixes: Prefixes, executor: Executor | None = None, patience_s: float = 1.0
+        self,
+        store: BlockStore,
+        prefixes: Prefixes,
+        executor: Executor | None = None,
+        patience_s: float = 1.0,
+        *,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self.store = store
         self.prefixes = prefixes
         self._executor = executor
         self._patience_s = patience_s
+        self._clock = clock
+        self._took = deque[LookupTime]()
         self._asked: dict[str, _Asked] = {}
 
     def ask(self, request: Request, least: int, now: float) -> int | None:
@@ -71,10 +89,25 @@ class StoreLookups:
             return asked.answer.result()
         if now - asked.since < self._patience_s:
             return None
+        asked.answer.cancel()
+        if self._clock is not None:
+            self._took.append(LookupTime(self._patience_s, late=True))
         late = Future[int]()
         late.set_result(0)
         self._asked[request.request_id] = _Asked(late, now)
         return 0
+
+    def knows(self, request_id: str) -> bool:
+        """Return whether the store was asked for a request.
+
+        Args:
+            request_id: The id of the request.
+        """
+        return request_id in self._asked
+
+    def take_times(self) -> list[LookupTime]:
+        """Return how long look-ups took, from question to answer, that have ended or were late since the last call."""
+        return [self._took.popleft() for _ in range(len(self._took))]
 
     def forget(self, request_id: str) -> None:
         """Forget the answer for a request, if there is one.
@@ -102,10 +135,17 @@ class StoreLookups:
 
     def _submit(self, request: Request, least: int) -> Future[int]:
         if self._executor is not None:
-            return self._executor.submit(self._found, request, least)
+            begun = 0.0 if self._clock is None else self._clock()
+            return self._executor.submit(self._timed, request, least, begun)
         answer = Future[int]()
         answer.set_result(self._found(request, least))
         return answer
+
+    def _timed(self, request: Request, least: int, begun: float) -> int:
+        found = self._found(request, least)
+        if self._clock is not None:
+            self._took.append(LookupTime(self._clock() - begun, late=False))
+        return found
 
     def _found(self, request: Request, least: int) -> int:
         try:

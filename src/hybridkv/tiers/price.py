@@ -114,6 +114,7 @@ class Prices:
         self.limits = limits
         given = {Way.LOAD: limits.load_bytes_per_s, Way.FETCH: limits.fetch_bytes_per_s}
         self.of = {way: Pace(given.get(way)) for way in Way}
+        self._lookups = Pace()
         self._compute = Pace(limits.tokens_per_s)
 
     def computed(self, tokens: int, seconds: float, now: float) -> None:
@@ -151,3 +152,24 @@ class Prices:
         if seconds <= (self._compute.seconds(tokens) or 0.0):
             return True
         return seconds <= _AT_ONCE_S and any(pace.given is None for pace in paces)
+
+    def looked_up(self, seconds: float, now: float, *, late: bool) -> None:
+        """Count a look-up in a store.
+
+        Args:
+            seconds: How long it took.
+            now: Seconds on the clock.
+            late: It was given up after these seconds.
+        """
+        least = self._lookups.seconds(1.0) if late else None
+        self._lookups.add(1.0, max(seconds, least or 0.0), now)
+
+    def may_look_up(self, tokens: int, now: float) -> bool:
+        """Return whether a look-up takes no longer than computing what it may find, is not known to, or is tried again.
+
+        Args:
+            tokens: Tokens that it may find.
+            now: Seconds on the clock.
+        """
+        seconds = self._lookups.seconds(1.0) or 0.0
+        return seconds <= max(self._compute.seconds(tokens) or 0.0, _AT_ONCE_S) or self._lookups.retries(now)

@@ -10,6 +10,7 @@ The classes have the methods of TierRequests and TierWorker.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -95,7 +96,8 @@ def host_tier(
         return HostTier(device, host)
     hash_block = device.hasher.block_size
     store, prefixes = opened(identity, _sizes(host.config, hash_block)), Prefixes(parts_of(host), identity, hash_block)
-    return HostTier(device, host, lookups=StoreLookups(store, prefixes, ThreadPoolExecutor(1, "hybridkv-lookup")))
+    threads = ThreadPoolExecutor(1, "hybridkv-lookup")
+    return HostTier(device, host, lookups=StoreLookups(store, prefixes, threads, clock=time.monotonic))
 
 
 class NaturalTierRequests:

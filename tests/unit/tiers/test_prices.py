@@ -126,3 +126,33 @@ def test_given_rates_are_not_measured() -> None:
     assert not made.is_faster(39, 200, Way.FETCH, Way.LOAD)
     assert made.is_faster(20, 200, Way.LOAD)
     assert not made.is_faster(19, 200, Way.LOAD)
+
+
+def test_look_ups_that_take_longer_than_computing_are_left_alone_and_tried_again() -> None:
+    made = prices(MB, 1e4)  # 1,000 tokens take 0.1 s
+    for _ in range(3):
+        made.looked_up(0.3, 10.0, late=False)
+    assert made.may_look_up(1000, 10.0)  # three measurements are no rate
+    made.looked_up(0.3, 10.0, late=False)
+    assert [made.may_look_up(tokens, 39.0) for tokens in (2_900, 3_100)] == [False, True]
+    assert [made.may_look_up(1000, 40.0) for _ in range(2)] == [True, False]
+    made.looked_up(0.01, 41.0, late=False)  # the store is quick again
+    assert made.may_look_up(1000, 41.0)
+
+
+def test_short_look_ups_are_always_worth_it() -> None:
+    for seconds, worth_it in ((0.009, True), (0.011, False)):
+        made = prices(MB, 1e4)
+        for _ in range(4):
+            made.looked_up(seconds, 10.0, late=False)
+        assert made.may_look_up(10, 10.0) is worth_it
+
+
+def test_late_look_ups_took_at_least_what_others_took() -> None:
+    """One that was given up after a second is no sign that the store is quick again."""
+    made = prices(MB, 1e4)
+    for _ in range(4):
+        made.looked_up(3.0, 10.0, late=False)
+    made.looked_up(1.0, 11.0, late=True)
+    assert not made.may_look_up(1000, 11.0)
+    assert not made.may_look_up(20_000, 11.0)  # 2 s
