@@ -104,6 +104,7 @@ def test_store_whose_look_ups_take_long_is_asked_no_more_until_it_is_quick(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(price, "_AT_ONCE_S", 0.1)  # as above
+    monkeypatch.setattr(price, "_ASKED_AT_ONCE_S", 0.1)
     chats, asked = Chats(tmp_path / "disk"), list[bool]()
     chats.disk.looks_up_at_once, chats.disk.look_up_s = False, SLOW_S
     with chats.engine() as engine:

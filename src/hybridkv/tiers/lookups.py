@@ -32,7 +32,7 @@ class _Asked(NamedTuple):
 
 
 class LookupTime(NamedTuple):
-    """The seconds of a look-up, or those after which nobody waited for it any longer: then ``late``."""
+    """The seconds of a look-up, or those after which it was given up: then ``late``."""
 
     seconds: float
     late: bool
@@ -89,8 +89,7 @@ class StoreLookups:
             return asked.answer.result()
         if now - asked.since < self._patience_s:
             return None
-        asked.answer.cancel()
-        if self._clock is not None:
+        if not asked.answer.cancel() and self._clock is not None:
             self._took.append(LookupTime(self._patience_s, late=True))
         late = Future[int]()
         late.set_result(0)
@@ -106,7 +105,10 @@ class StoreLookups:
         return request_id in self._asked
 
     def take_times(self) -> list[LookupTime]:
-        """Return how long look-ups took, from question to answer, that have ended or were late since the last call."""
+        """Return how long look-ups took that have ended or were late since the last call.
+
+        The time that one waits for others is not counted.
+        """
         return [self._took.popleft() for _ in range(len(self._took))]
 
     def forget(self, request_id: str) -> None:
@@ -135,16 +137,16 @@ class StoreLookups:
 
     def _submit(self, request: Request, least: int) -> Future[int]:
         if self._executor is not None:
-            begun = 0.0 if self._clock is None else self._clock()
-            return self._executor.submit(self._timed, request, least, begun)
+            return self._executor.submit(self._found if self._clock is None else self._timed, request, least)
         answer = Future[int]()
         answer.set_result(self._found(request, least))
         return answer
 
-    def _timed(self, request: Request, least: int, begun: float) -> int:
+    def _timed(self, request: Request, least: int) -> int:
+        assert self._clock is not None  # noqa: S101 - as _submit says
+        begun = self._clock()
         found = self._found(request, least)
-        if self._clock is not None:
-            self._took.append(LookupTime(self._clock() - begun, late=False))
+        self._took.append(LookupTime(self._clock() - begun, late=False))
         return found
 
     def _found(self, request: Request, least: int) -> int:

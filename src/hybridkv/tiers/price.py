@@ -15,13 +15,15 @@ from hybridkv.tiers.carriers import Way
 from hybridkv.tiers.limits import TierLimits
 
 _FADES: Final = 0.95
-"""Weight of the past at a new measurement. Chosen by hand, as the next four."""
+"""Weight of the past at a new measurement. Chosen by hand, as the next five."""
 _FADES_AT_A_CHANGE: Final = 0.5
 """The same if the new one differs from what was expected by more than a factor of 2: a few bring the rate there."""
 _LEAST: Final = 4
 """Fewest measurements that decide: the first ones open files and compile kernels."""
 _AT_ONCE_S: Final = 0.01
 """Measured transfers of at most so long are always worth it: a request waits at least a step for any transfer."""
+_ASKED_AT_ONCE_S: Final = 0.05
+"""Look-ups of at most so long are always worth it: they often run while a request waits for its turn."""
 _RETRY_S: Final = 30.0
 """Seconds after which a transfer that seems too slow is tried."""
 
@@ -172,4 +174,4 @@ class Prices:
             now: Seconds on the clock.
         """
         seconds = self._lookups.seconds(1.0) or 0.0
-        return seconds <= max(self._compute.seconds(tokens) or 0.0, _AT_ONCE_S) or self._lookups.retries(now)
+        return seconds <= max(self._compute.seconds(tokens) or 0.0, _ASKED_AT_ONCE_S) or self._lookups.retries(now)

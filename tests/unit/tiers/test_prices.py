@@ -141,7 +141,7 @@ def test_look_ups_that_take_longer_than_computing_are_left_alone_and_tried_again
 
 
 def test_short_look_ups_are_always_worth_it() -> None:
-    for seconds, worth_it in ((0.009, True), (0.011, False)):
+    for seconds, worth_it in ((0.049, True), (0.051, False)):
         made = prices(MB, 1e4)
         for _ in range(4):
             made.looked_up(seconds, 10.0, late=False)
