@@ -81,16 +81,20 @@ def test_wrong_arguments_are_rejected_before_a_process_starts() -> None:
         Ranks("tiny:llama", 2, device="tpu")
 
 
-def test_crashed_rank_is_an_error_that_says_where_and_nothing_stays(capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("by", "says"), [(signal.SIGKILL, ""), (signal.SIGABRT, "Fatal Python error: Aborted")])
+def test_killed_rank_is_an_error_and_nothing_stays(
+    by: signal.Signals, says: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A crash in C is an abort, and prints where the rank was."""
     options = EngineOptions(self_check=False)
     with Ranks("tiny:llama", 2) as ranks, ranks.engine(**SIZES, options=options) as engine:
         engine.generate(PROMPTS[:1], greedy(2))
         (child,) = ranks._children
-        os.kill(child.pid, signal.SIGABRT)
+        os.kill(child.pid, by)
         with pytest.raises((WorkerError, RuntimeError)):
             engine.generate(PROMPTS[1:], greedy(2))
-    assert child.returncode == -signal.SIGABRT
-    assert "Fatal Python error: Aborted" in capfd.readouterr().err
+    assert child.returncode == -by
+    assert says in capfd.readouterr().err
     assert not torch.distributed.is_initialized()
 
 
