@@ -21,7 +21,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any, Final, NamedTuple
+from types import SimpleNamespace
+from typing import Any, Final, NamedTuple, cast
 from unittest.mock import patch
 
 import torch
@@ -31,6 +32,7 @@ from hybridkv.planner import Plan
 from hybridkv.request import SamplingParams
 from hybridkv.runner import Engine, EngineOptions, LoadedModel, load, plan_for
 from hybridkv.stores import BlockStore, DiskFolder
+from hybridkv.worker.store import Ended
 from hybridkv.worker.tier import _InPlace
 
 PROMPTS, TOKENS, OUTPUT = 8, 600, 6
@@ -50,14 +52,8 @@ class Faulty:
     def open(self, identity: bytes, block_bytes: Sequence[int]) -> BlockStore:
         """Open the disk, and replace calls."""
         store = self.disk.open(identity, block_bytes)
-        return _Calls({name: getattr(store, name) for name in ("exists", "get", "put", "close")} | self.change(store))
-
-
-class _Calls:
-    """A BlockStore of functions."""
-
-    def __init__(self, calls: dict[str, Callable[..., Any]]) -> None:
-        self.exists, self.get, self.put, self.close = (calls[name] for name in ("exists", "get", "put", "close"))
+        calls = {name: getattr(store, name) for name in ("exists", "get", "put", "close")}
+        return cast("BlockStore", SimpleNamespace(**calls | self.change(store)))
 
 
 def after(seconds: float, name: str) -> Change:
@@ -79,23 +75,17 @@ def refuse(name: str) -> Change:
 
 
 @contextmanager
-def lost(method: str) -> Iterator[None]:
-    """Lose half of the transfers to the host (``begin``) or to the device (``load``)."""
-    draw = Random(1)  # noqa: S311 - no secret
-    run, calls = _InPlace._run, getattr(_InPlace, method)  # no transfer fails by itself
+def lost(*, down: bool) -> Iterator[None]:
+    """Lose half of the transfers to the host (``down``) or to the device."""
+    draw, run = Random(1), _InPlace._run  # noqa: S311 - no secret
 
-    def losing(self: _InPlace, *given: Any) -> None:  # noqa: ANN401 - as the call
-        def fails(lane: _InPlace, transfer: Any, *arenas: Any) -> None:  # noqa: ANN401 - as _run
-            with patch("hybridkv.worker.tier._pieces_of", side_effect=RuntimeError("lost on purpose")):
-                run(lane, transfer, *arenas)
+    def sometimes(lane: _InPlace, transfer: Any, source: Any, destination: Any) -> None:  # noqa: ANN401 - as _run
+        if (source is lane._device) is down and draw.random() < 0.5:
+            lane._ended.append(Ended(transfer.number, is_whole=False, seconds=0.0))
+        else:
+            run(lane, transfer, source, destination)
 
-        def sometimes(lane: _InPlace, transfer: Any, *arenas: Any) -> None:  # noqa: ANN401 - as _run
-            (fails if draw.random() < 0.5 else run)(lane, transfer, *arenas)
-
-        with patch.object(_InPlace, "_run", sometimes):
-            calls(self, *given)
-
-    with patch.object(_InPlace, method, losing):
+    with patch.object(_InPlace, "_run", sometimes):
         yield
 
 
@@ -256,8 +246,8 @@ def main() -> None:
     rows: dict[str, Callable[[], Asked]] = {
         "no tiers: all is computed": computed,
         "host, no fault": lambda: on_the_host(of),
-        "half of the transfers to the host are lost": lambda: on_the_host(of, lost("begin")),
-        "half of the transfers to the device are lost": lambda: on_the_host(of, lost("load")),
+        "half of the transfers to the host are lost": lambda: on_the_host(of, lost(down=True)),
+        "half of the transfers to the device are lost": lambda: on_the_host(of, lost(down=False)),
         "the host holds three of the prompts": lambda: on_the_host(of, host=part),
         "the first step of each request fails": lambda: on_the_host(of, failing=True),
         "disk, no fault": lambda: on_the_disk(of),

@@ -10,6 +10,7 @@ import logging
 import sys
 import time
 from collections import Counter
+from typing import Any
 
 from content import DifferenceError
 from history import play
@@ -30,25 +31,15 @@ def main() -> int:
     parser.add_argument("--layout", choices=("natural", "reference"), help="of the plans; either by default")
     options = parser.parse_args()
     logging.getLogger("hybridkv").setLevel(logging.CRITICAL)
+    tiers: dict[str, Any] = {}
+    if options.tiers is not None:
+        tiers = {"eviction": HAZARD.name, "tiered": True, "stored": options.tiers == "store"}
     counts: Counter[str] = Counter()
     start = shown = time.monotonic()
     seed = options.seed
     while True:
         try:
-            if options.tiers is None:
-                counts += play(seed, steps=options.steps, family=options.family, layout=options.layout)
-            else:
-                stored = options.tiers == "store"
-                counts += play(
-                    seed,
-                    None,
-                    options.steps,
-                    HAZARD.name,
-                    options.family,
-                    layout=options.layout,
-                    tiered=True,
-                    stored=stored,
-                )
+            counts += play(seed, steps=options.steps, family=options.family, layout=options.layout, **tiers)
         except DifferenceError as error:
             sys.stdout.write(f"DIFFERENCE after {counts['row-steps']} row-steps\n{error}\n")
             return 1

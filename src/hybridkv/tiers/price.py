@@ -2,6 +2,7 @@
 
     transfer   latency + bytes / rate     fitted to transfers that arrived, as the worker timed them
     compute    latency + tokens / rate    fitted to steps that mostly compute prompts, from schedule to result
+    look-up    a mean                     of look-ups in a store, as their threads timed them
 
 A rate that ``TierLimits`` gives is not measured: a replay knows its machine. Guesses are low where measurements do not
 reach: what is then tried is measured. A transfer that is too slow is tried now and then, because a store may recover.
@@ -25,7 +26,7 @@ _AT_ONCE_S: Final = 0.01
 _ASKED_AT_ONCE_S: Final = 0.05
 """Look-ups of at most so long are always worth it: they often run while a request waits for its turn."""
 _RETRY_S: Final = 30.0
-"""Seconds after which a transfer that seems too slow is tried."""
+"""Seconds after which a transfer or a look-up that seems too slow is tried."""
 
 
 class Pace:
