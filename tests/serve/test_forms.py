@@ -134,8 +134,13 @@ def test_completion_logprobs_and_echo_match_the_engine(llama: Served, alone: Eng
     assert tokens == found["tokens"]
 
 
-def test_completion_of_zero_tokens_echoes_prompt_logprobs(llama: Served) -> None:
-    answer = llama.post(PATH, prompt=PROMPT, max_tokens=0, echo=True, logprobs=1)
+@pytest.mark.parametrize(
+    "more", [{}, {"stop": "a"}, {"stop_token_ids": [97]}, {"structured_outputs": {"choice": ["a"]}}]
+)
+def test_completion_of_zero_tokens_echoes_prompt_logprobs(llama: Served, alone: Engine, more: dict[str, Any]) -> None:
+    (eos,) = alone.loaded.eos_token_ids
+    bias = {"97" if more else str(eos): 100}  # the token that is not sent would end the output
+    answer = llama.post(PATH, prompt=PROMPT, max_tokens=0, echo=True, logprobs=1, logit_bias=bias, **more)
     (choice,) = answer["choices"]
     assert (choice["text"], choice["finish_reason"]) == (PROMPT, "length")
     assert len(choice["logprobs"]["tokens"]) == len(PROMPT)

@@ -45,17 +45,14 @@ async def ask_completion(front: Front, body: CompletionBody, request: Request) -
         front.require_text()
     front.places.require(len(body.prompts) * (body.n or 1))
     prompts = await front.tokens.ids(request, body.prompts)
+    counted = {"n": body.n, "logprobs": body.logprobs, "prompt_logprobs": body.logprobs if body.echo else None}
     asked = body.max_tokens
     if asked == 0:
         if not body.echo:
             raise ConfigError("max_tokens 0 asks for nothing: set echo, or max_tokens of at least 1")
-        asked = 1  # the engine needs at least one; it is not sent to the client
-    sampling = body.sampling(
-        front.most_tokens(prompts, asked, DEFAULT_MAX_TOKENS),
-        n=body.n,
-        logprobs=body.logprobs,
-        prompt_logprobs=body.logprobs if body.echo else None,
-    )
+        asked = 1  # the engine needs at least one; it is not sent to the client, so it must not end the output
+        counted |= {"ignore_eos": True, "stop": None, "stop_token_ids": None, "structured": None}
+    sampling = body.sampling(front.most_tokens(prompts, asked, DEFAULT_MAX_TOKENS), **counted)
     await front.compile(request, sampling.structured)
     return Asked(f"cmpl-{uuid.uuid4().hex}", prompts, sampling, salt, body.said_hints, front.lora(body.model))
 
