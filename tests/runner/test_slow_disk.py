@@ -116,3 +116,14 @@ def test_store_whose_look_ups_take_long_is_asked_no_more_until_it_is_quick(
         monkeypatch.setattr(price, "_RETRY_S", 0.0)
         chats.disk.look_up_s = 0.0
         assert list(chats.fetches(engine, 10))[-4:] == [1] * 4
+
+
+def test_store_that_hangs_holds_up_one_request(tmp_path: Path) -> None:
+    chats = Chats(tmp_path / "disk")
+    chats.disk.looks_up_at_once, chats.disk.look_up_s = False, 1.5
+    with chats.engine() as engine:
+        for expected in (True, False, False, False):
+            before, begun = chats.disk.asked, time.monotonic()
+            assert list(chats.fetches(engine, 1)) == [0]
+            assert (chats.disk.asked > before) is expected
+            assert expected or time.monotonic() - begun < 1.0

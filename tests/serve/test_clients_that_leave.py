@@ -166,7 +166,7 @@ def test_failed_forward_is_a_server_error(monkeypatch: pytest.MonkeyPatch) -> No
         assert "token_ids" in lines[0]  # of a step that did not fail
         assert json.loads(lines[-1].removeprefix("data: "))["error"]["type"] == "server_error"
         monkeypatch.undo()
-        assert served.post(PATH, prompt="a", max_tokens=2)["usage"]["completion_tokens"] == 2
+        assert served.post(PATH, prompt="a", max_tokens=2, ignore_eos=True)["usage"]["completion_tokens"] == 2
 
 
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])

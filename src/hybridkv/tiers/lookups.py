@@ -68,6 +68,7 @@ class StoreLookups:
         self._patience_s = patience_s
         self._clock = clock
         self._took = deque[LookupTime]()
+        self._began: dict[str, float] = {}  # of look-ups that run
         self._asked: dict[str, _Asked] = {}
 
     def ask(self, request: Request, least: int, now: float) -> int | None:
@@ -89,7 +90,9 @@ class StoreLookups:
             return asked.answer.result()
         if now - asked.since < self._patience_s:
             return None
-        if not asked.answer.cancel() and self._clock is not None:
+        asked.answer.cancel()
+        began = self._began.get(request.request_id)
+        if self._clock is not None and began is not None and self._clock() - began > self._patience_s / 2:
             self._took.append(LookupTime(self._patience_s, late=True))
         late = Future[int]()
         late.set_result(0)
@@ -107,7 +110,7 @@ class StoreLookups:
     def take_times(self) -> list[LookupTime]:
         """Return how long look-ups took that have ended or were late since the last call.
 
-        The time that one waits for others is not counted.
+        The time that one waits for others is not counted. One that began after half of its time is not late.
         """
         return [self._took.popleft() for _ in range(len(self._took))]
 
@@ -145,9 +148,10 @@ class StoreLookups:
         return answer
 
     def _timed(self, request: Request, least: int, clock: Callable[[], float]) -> int:
-        begun = clock()
+        began = self._began[request.request_id] = clock()
         found = self._found(request, least)
-        self._took.append(LookupTime(clock() - begun, late=False))
+        self._took.append(LookupTime(clock() - began, late=False))
+        self._began.pop(request.request_id, None)
         return found
 
     def _found(self, request: Request, least: int) -> int:

@@ -157,7 +157,7 @@ class Prices:
         return seconds <= _AT_ONCE_S and any(pace.given is None for pace in paces)
 
     def looked_up(self, seconds: float, now: float, *, late: bool) -> None:
-        """Count a look-up in a store.
+        """Count a look-up in a store; a late one as many as decide, since each more of them would hold up a request.
 
         Args:
             seconds: How long it took.
@@ -165,7 +165,8 @@ class Prices:
             late: It was given up after these seconds.
         """
         least = self._lookups.seconds(1.0) if late else None
-        self._lookups.add(1.0, max(seconds, least or 0.0), now)
+        for _ in range(_LEAST if late else 1):
+            self._lookups.add(1.0, max(seconds, least or 0.0), now)
 
     def may_look_up(self, tokens: int, now: float) -> bool:
         """Return whether a look-up takes no longer than computing what it may find, is not known to, or is tried again.

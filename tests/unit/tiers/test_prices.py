@@ -156,3 +156,17 @@ def test_late_look_ups_took_at_least_what_others_took() -> None:
     made.looked_up(1.0, 11.0, late=True)
     assert not made.may_look_up(1000, 11.0)
     assert not made.may_look_up(20_000, 11.0)  # 2 s
+
+
+def test_one_late_look_up_decides() -> None:
+    """Each more of them would hold up a request."""
+    made = prices(MB, 1e4)
+    made.looked_up(1.0, 10.0, late=True)
+    assert not made.may_look_up(1000, 10.0)
+    assert made.may_look_up(20_000, 10.0)  # 2 s
+    assert [made.may_look_up(1000, 40.0) for _ in range(2)] == [True, False]
+    for _ in range(5):
+        made.looked_up(0.01, 41.0, late=False)  # the store answers again
+        assert made.may_look_up(1000, 41.0)
+    made.looked_up(0.01, 41.0, late=False)
+    assert [made.may_look_up(1000, 41.0) for _ in range(2)] == [True, True]
