@@ -171,6 +171,22 @@ def test_prompts_that_stay_in_memory_are_in_host_memory_and_not_on_the_disk(name
     assert second.tier.statistics().fetches == 1
 
 
+def test_hits_count_for_the_memory_that_had_them(tmp_path: Path) -> None:
+    loaded, prompts = loaded_model("llama"), [one[21:] for one in chats(4, 5)]  # they share nothing
+    plan, disk = small_plan(loaded, prompts), DiskFolder(tmp_path / "disk", "64MiB")
+    served(loaded, plan, prompts, disk)
+    with Engine(loaded, plan, OPTIONS, host_memory="32MiB", store=disk) as engine:
+        assert engine.tier is not None
+        hits = []
+        for asked in (prompts, [one[21:] for one in chats(6, 9)], prompts):
+            for prompt in asked:
+                list(engine.stream(prompt, greedy(OUTPUT)))
+            hits.append((engine.tier.statistics().hit_tokens, engine.tier.statistics().fetched_hit_tokens))
+    fetched = sum(len(prompt) - 1 for prompt in prompts)
+    assert hits[0] == hits[1] == (fetched, fetched)
+    assert hits[2][1] == fetched < hits[2][0]  # the device had no room for all, the host had
+
+
 def test_engine_without_room_for_the_disk_computes_the_tokens(tmp_path: Path) -> None:
     """The disk holds fewer prefixes than are asked for; what it evicted is computed again."""
     loaded, prompts = loaded_model("llama"), chats(12, 2)

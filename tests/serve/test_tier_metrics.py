@@ -324,9 +324,7 @@ def test_store_behind_the_host_is_a_tier_of_its_own(tmp_path: Path) -> None:
     disk = DiskFolder(tmp_path, "64MiB")
     more: dict[str, Any] = {"memory": "168KiB", "max_model_len": 200, "host_memory": "600KiB", "store": disk}
     with serving(Engine(load("tiny:llama"), **more), ServeOptions(metrics_prefix="vllm")) as served:
-        for turn in range(2):
-            for chat in CHATS:
-                asked(served, chat, turn)
+        cached = sum(asked(served, chat, turn) for turn in range(2) for chat in CHATS)
         until(lambda: samples(served)["kv_offload_tiering_active_cascade_jobs", "STORAGE"] == 0)
         found = samples(served)
         rows = {
@@ -341,7 +339,10 @@ def test_store_behind_the_host_is_a_tier_of_its_own(tmp_path: Path) -> None:
     assert rows["loaded_tokens_total"][1] > 0
     idle = ("promotion_job_failures_total", "cascade_job_failures_total", "active_cascade_jobs")
     assert [rows[name] for name in idle] == [(0, 0)] * len(idle)
-    assert rows["hit_tokens_total"][1] == 0
+    hits = {source: found["prompt_tokens_cached_by_source_total", source] for source in ("device", "host", "storage")}
+    assert sum(hits.values()) == cached == found["prefix_cache_hits_total",]
+    assert (hits["host"], hits["storage"]) == rows["hit_tokens_total"]
+    assert 0 < hits["storage"] <= rows["loaded_tokens_total"][1]
     for way, jobs in (("promotion", "promotion_jobs_total"), ("cascade", "cascade_jobs_total")):
         counted = found[f"kv_offload_tiering_{way}_latency_seconds_count", "success", "STORAGE"]
         assert counted == rows[jobs][1]

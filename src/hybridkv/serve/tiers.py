@@ -17,8 +17,8 @@ from hybridkv.tiers import TRANSFER_EDGES_S, Direction, HostTierStatistics, Tran
 PARTIAL: Final = "partial"
 _DEVICE: Final = "device"
 _STORAGE: Final = "STORAGE"
-_SOURCES: Final[Mapping[str, str]] = {Medium.CPU: "host"}
-"""What vLLM calls the source of hit tokens, by medium. What comes from a store hits on the host."""
+_SOURCES: Final[Mapping[str, str]] = {Medium.CPU: "host", _STORAGE: "storage"}
+"""The source of hit tokens, by medium; vLLM's name for the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ def cached_by_source(made: Families, hit_tokens: int, tiers: Sequence[TierSnapsh
         hit_tokens: prompt tokens of admitted requests that hit the cache.
         tiers: the tiers.
     """
-    below = {_SOURCES[one.name]: one.counts.hit_tokens for one in tiers if one.name in _SOURCES}
+    below = {_SOURCES[one.name]: one.counts.hit_tokens for one in tiers}
     samples = [((_DEVICE,), hit_tokens - sum(below.values())), *(((name,), count) for name, count in below.items())]
     said = "Prompt tokens of admitted requests that hit the cache, by the memory that had them."
     return made.counter("prompt_tokens_cached_by_source", said, samples, "source")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,6 +59,13 @@ class _Spill:
     since: float = 0.0
 
 
+class _Fetched(NamedTuple):
+    """The fetch of a waiting request. had: tokens that the host had before; gave_up: it took too long."""
+
+    had: int
+    gave_up: bool
+
+
 class StoreBehind:
     """Spills and fetches.
 
@@ -90,7 +97,7 @@ class StoreBehind:
         self._num_groups = len(host.config.groups)
         self._spills: dict[int, _Spill] = {}
         self._fetches = list[StoreTransfer]()
-        self._gave_up: dict[str, bool] = {}  # by id of a waiting request whose fetch began: whether it took too long
+        self._fetched: dict[str, _Fetched] = {}  # by id of a waiting request whose fetch was decided
 
     @property
     def num_spills(self) -> int:
@@ -117,7 +124,17 @@ class StoreBehind:
             request: The request.
         """
         self._lookups.forget(request.request_id)
-        self._gave_up.pop(request.request_id, None)
+        self._fetched.pop(request.request_id, None)
+
+    def fetched(self, request: Request, tokens: int) -> int:
+        """Return how many of the first ``tokens`` tokens of a request came from the store for it. Call before forget.
+
+        Args:
+            request: A request that begins with them.
+            tokens: Tokens that came up from the host, and those before them.
+        """
+        fetch = self._fetched.get(request.request_id)
+        return 0 if fetch is None else max(tokens - fetch.had, 0)
 
     # -- fetches
 
@@ -145,7 +162,7 @@ class StoreBehind:
             return False
         late = self._carriers.is_late(coming)
         if late:
-            self._remember(request, gave_up=True)
+            self._remember(request, _Fetched(request.num_tokens, gave_up=True))
             self._counts["late"] += 1
         return not late
 
@@ -155,23 +172,26 @@ class StoreBehind:
         for seconds, late in self._lookups.take_times():
             self._prices.looked_up(seconds, now, late=late)
         asks = request.hints.prefetch or self._lookups.knows(name)
-        if self._gave_up.get(name) or not (asks or self._prices.may_look_up(request.num_tokens - 1 - least, now)):
+        fetch = self._fetched.get(name)
+        if fetch is not None and fetch.gave_up:
+            return 0
+        if not asks and not self._prices.may_look_up(request.num_tokens - 1 - least, now):
             return 0
         return self._lookups.ask(request, least, now)
 
     def _waits_for_new(self, request: Request, tokens: int, *, may_begin: bool) -> bool:
         """Return whether a request waits for a fetch that begins now or soon."""
-        if request.request_id in self._gave_up:  # its fetch is over, and brought too little
+        if request.request_id in self._fetched:  # its fetch is over, and brought too little
             return False
         if not may_begin or self._carriers.count(Way.FETCH) == self._limits.max_fetches:
             return True  # the next step may; one of the fetches ends, and gives its place
-        self._remember(request, gave_up=False)
+        self._remember(request, _Fetched(request.num_tokens, gave_up=False))
         return self._fetch(request, tokens)
 
-    def _remember(self, request: Request, *, gave_up: bool) -> None:
-        if len(self._gave_up) >= MOST_REMEMBERED:
-            del self._gave_up[next(iter(self._gave_up))]
-        self._gave_up[request.request_id] = gave_up
+    def _remember(self, request: Request, fetch: _Fetched) -> None:
+        if len(self._fetched) >= MOST_REMEMBERED:
+            del self._fetched[next(iter(self._fetched))]
+        self._fetched[request.request_id] = fetch
 
     def _fetch(self, request: Request, tokens: int) -> bool:
         """Begin to fetch a prefix; return whether the request waits for it.
@@ -200,6 +220,8 @@ class StoreBehind:
             return False
         number, held = begun
         self._fetches.append(StoreTransfer(number, *self._named(carrier, tokens, held, columns)))
+        if waits:
+            self._remember(request, _Fetched(had.tokens, gave_up=False))
         return waits
 
     # -- spills

@@ -59,6 +59,7 @@ class HostTierStatistics:
         fetches: Prefixes that arrived on the host from the store.
         fetched_tokens: Tokens of these prefixes that the host did not have.
         fetched_bytes: Bytes of their blocks.
+        fetched_hit_tokens: Those of ``hit_tokens`` that came from the store for the request.
         fetches_refused: Fetches for which the host had no room.
         fetches_lost: Fetches that failed.
         spills: Resume points that arrived in the store.
@@ -86,6 +87,7 @@ class HostTierStatistics:
     fetches: int
     fetched_tokens: int
     fetched_bytes: int
+    fetched_hit_tokens: int
     fetches_refused: int
     fetches_lost: int
     spills: int
@@ -100,12 +102,15 @@ class HostTierStatistics:
     def of_host(self) -> HostTierStatistics:
         """The same without what went on between the host and the store."""
         return replace(
-            self, lost=self.lost - self.fetches_lost, in_flight=self.in_flight - self.fetching - self.spilling
+            self,
+            hit_tokens=self.hit_tokens - self.fetched_hit_tokens,
+            lost=self.lost - self.fetches_lost,
+            in_flight=self.in_flight - self.fetching - self.spilling,
         )
 
     @property
     def of_store(self) -> HostTierStatistics:
-        """What went on between the host and the store: spills as stores, fetches as loads. Hits count as the host's."""
+        """What went on between the host and the store: spills as stores, fetches as loads."""
         nothing = dict.fromkeys(self.__dataclass_fields__, 0)
         return HostTierStatistics(
             **nothing
@@ -116,6 +121,7 @@ class HostTierStatistics:
                 "loads": self.fetches,
                 "loaded_tokens": self.fetched_tokens,
                 "loaded_bytes": self.fetched_bytes,
+                "hit_tokens": self.fetched_hit_tokens,
                 "loads_refused": self.fetches_refused,
                 "lost": self.fetches_lost + self.spills_lost,
                 "loads_lost": self.fetches_lost,
@@ -378,7 +384,10 @@ class HostTier:
             self.host.eviction_policy.begin(asked, self.host.find_hit(asked).tokens)
         if isinstance(came, _CameUp) and request.first_hit_tokens is None:
             last = min(came.last, request.num_computed_tokens, request.num_prompt_tokens)
-            self._counts["hit_tokens"] += max(last - came.first, 0)
+            hit = max(last - came.first, 0)
+            self._counts["hit_tokens"] += hit
+            if self._behind is not None:
+                self._counts["fetched_hit_tokens"] += min(hit, self._behind.fetched(request, last))
         if self._behind is not None:
             self._behind.forget(request)
 

@@ -10,6 +10,7 @@ NAMES = HostTierStatistics.__dataclass_fields__
 def test_counts_of_host_and_store_are_separate() -> None:
     """Powers of two, so that a sum names its parts."""
     one = {name: 1 << place for place, name in enumerate(NAMES)}
+    one["hit_tokens"] += one["fetched_hit_tokens"]
     lost, in_flight = one["loads_lost"] + one["fetches_lost"], one["loading"] + one["fetching"] + one["spilling"]
     both = HostTierStatistics(**one | {"lost": lost, "in_flight": in_flight})
     host, store = both.of_host, both.of_store
@@ -19,6 +20,7 @@ def test_counts_of_host_and_store_are_separate() -> None:
         one["loading"],
         one["loading"],
     )
+    assert host.hit_tokens == one["hit_tokens"] - one["fetched_hit_tokens"]
     assert asdict(store) == dict.fromkeys(NAMES, 0) | {
         "stores": one["spills"],
         "stored_bytes": one["spilled_bytes"],
@@ -26,6 +28,7 @@ def test_counts_of_host_and_store_are_separate() -> None:
         "loads": one["fetches"],
         "loaded_tokens": one["fetched_tokens"],
         "loaded_bytes": one["fetched_bytes"],
+        "hit_tokens": one["fetched_hit_tokens"],
         "loads_refused": one["fetches_refused"],
         "lost": one["fetches_lost"] + one["spills_lost"],
         "loads_lost": one["fetches_lost"],
