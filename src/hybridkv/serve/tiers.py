@@ -18,7 +18,7 @@ PARTIAL: Final = "partial"
 _DEVICE: Final = "device"
 _STORAGE: Final = "STORAGE"
 _SOURCES: Final[Mapping[str, str]] = {Medium.CPU: "host", _STORAGE: "storage"}
-"""The source of hit tokens, by medium; vLLM's name for the host."""
+"""Labels of hit tokens, by medium."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,7 @@ class _Spill:
 
 
 class _Fetched(NamedTuple):
-    """The fetch of a waiting request. had: tokens that the host had before; gave_up: it took too long."""
+    """The fetch of a waiting request. had: tokens on device or host before; gave_up: it took too long."""
 
     had: int
     gave_up: bool
@@ -127,11 +127,11 @@ class StoreBehind:
         self._fetched.pop(request.request_id, None)
 
     def fetched(self, request: Request, tokens: int) -> int:
-        """Return how many of the first ``tokens`` tokens of a request came from the store for it. Call before forget.
+        """Return how many of the first ``tokens`` tokens of a request came from the store for it; 0 once forgotten.
 
         Args:
             request: A request that begins with them.
-            tokens: Tokens that came up from the host, and those before them.
+            tokens: Tokens of its prefix, which are on the device now.
         """
         fetch = self._fetched.get(request.request_id)
         return 0 if fetch is None else max(tokens - fetch.had, 0)
@@ -157,12 +157,12 @@ class StoreBehind:
             return False
         coming = self._carriers.on_its_way(request, Way.FETCH, least, request.num_tokens)
         if coming is None:
-            return self._waits_for_new(request, tokens, may_begin=may_begin)
+            return self._waits_for_new(request, least, tokens, may_begin=may_begin)
         if coming.waits_for_it is None:
             return False
         late = self._carriers.is_late(coming)
         if late:
-            self._remember(request, _Fetched(request.num_tokens, gave_up=True))
+            self._remember(request, _Fetched(least, gave_up=True))
             self._counts["late"] += 1
         return not late
 
@@ -179,13 +179,13 @@ class StoreBehind:
             return 0
         return self._lookups.ask(request, least, now)
 
-    def _waits_for_new(self, request: Request, tokens: int, *, may_begin: bool) -> bool:
+    def _waits_for_new(self, request: Request, least: int, tokens: int, *, may_begin: bool) -> bool:
         """Return whether a request waits for a fetch that begins now or soon."""
         if request.request_id in self._fetched:  # its fetch is over, and brought too little
             return False
         if not may_begin or self._carriers.count(Way.FETCH) == self._limits.max_fetches:
             return True  # the next step may; one of the fetches ends, and gives its place
-        self._remember(request, _Fetched(request.num_tokens, gave_up=False))
+        self._remember(request, _Fetched(least, gave_up=False))
         return self._fetch(request, tokens)
 
     def _remember(self, request: Request, fetch: _Fetched) -> None:
@@ -220,8 +220,6 @@ class StoreBehind:
             return False
         number, held = begun
         self._fetches.append(StoreTransfer(number, *self._named(carrier, tokens, held, columns)))
-        if waits:
-            self._remember(request, _Fetched(had.tokens, gave_up=False))
         return waits
 
     # -- spills

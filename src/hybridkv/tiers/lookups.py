@@ -110,7 +110,7 @@ class StoreLookups:
     def take_times(self) -> list[LookupTime]:
         """Return how long look-ups took that have ended or were late since the last call.
 
-        The time that one waits for others is not counted. One that began after half of its time is not late.
+        Time in the queue of the thread is not counted. One that ran for at most half of ``patience_s`` is not late.
         """
         return [self._took.popleft() for _ in range(len(self._took))]
 

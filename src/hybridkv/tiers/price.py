@@ -157,7 +157,7 @@ class Prices:
         return seconds <= _AT_ONCE_S and any(pace.given is None for pace in paces)
 
     def looked_up(self, seconds: float, now: float, *, late: bool) -> None:
-        """Count a look-up in a store; a late one as many as decide, since each more of them would hold up a request.
+        """Count a look-up in a store. A late one decides alone: each further one would hold up a request.
 
         Args:
             seconds: How long it took.
