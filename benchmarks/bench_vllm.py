@@ -10,9 +10,14 @@
     reference-32   the same as reference with --prefix-match-unit 32 (hybrids only)
     natural        --scheduler-cls hybridkv.vllm.NaturalScheduler and its worker
 
-Models have seeded weights; vllm_loads.py has them and the loads. In each round every variant runs every load once, in
-turn, with an empty cache. A run is an engine in a process of its own: a fork of this process, which has imported vLLM.
-Loads over HTTP start a server (vllm_http.py), in the first round only.
+Models have seeded weights; vllm_loads.py has them and the loads. In each round every variant runs every load once, with
+an empty cache. A run is an engine in a process of its own: a fork of this process, which has imported vLLM. The engines
+of a load run in turns of a few steps:
+
+    stock [8 steps]        [8 steps]        ...    A machine that slows down for some seconds slows all of them down.
+    natural       [8 steps]        [8 steps]
+
+Loads over HTTP start one server after the other (vllm_http.py).
 
 The clock is the processor time of the engine's process, or of the server's. Other work on the machine changes it less.
 
@@ -36,7 +41,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -50,7 +55,9 @@ from vllm_loads import HTTP_LOADS, LOADS, MIB, SHAPES, Conversation, HttpLoad, L
 
 Answers = Sequence[Sequence[tuple[Any, ...]]]
 """By conversation and turn, the tokens of an answer, or over HTTP its text as one."""
-STARTS_AND_RUNS_WITHIN_S: Final = 600
+ANSWERS_WITHIN_S: Final = 600
+"""For the start of an engine, and for each of its turns."""
+STEPS_OF_A_TURN: Final = 8
 STOCK: Final = "stock"
 _REFERENCE: Final = {"scheduler_cls": "hybridkv.vllm.Scheduler"}
 _RANKED: Final = {"additional_config": {"hybridkv": {"eviction": "hazard"}}}
@@ -105,16 +112,16 @@ def options_of(variant: Variant, shape: Shape, memory: int) -> dict[str, Any]:
     }
 
 
-# -- one run, in a process of its own
+# -- the runs of a load, each in a process of its own
 
 
-def play(watched: Any, load: Load) -> dict[str, Any]:  # noqa: ANN401 - vllm_engine.Watched, which imports vLLM
-    """Return the measurements and answers of ``load`` in the engine ``watched``."""
+def play(watched: Any, load: Load, turn: Callable[[], None]) -> dict[str, Any]:  # noqa: ANN401 - vllm_engine.Watched
+    """Return the measurements and answers of ``load`` in the engine ``watched``. turn: see ``_Player.run``."""
     player = _Player(watched.engine, load)
     watched.play([{"name": "warm-up", "prompt": [5, 6, 7] * 30, "output": 4}])
     watched.preemptions = 0
     begun = time.process_time()
-    steps = player.run()
+    steps = player.run(turn)
     seconds = time.process_time() - begun
     return {
         "seconds": seconds,
@@ -138,13 +145,15 @@ class _Player:
         self.first_token_s: list[float] = []
         self.prompt_tokens = self.hit_tokens = 0
 
-    def run(self) -> int:
-        """Run all conversations; return the steps."""
+    def run(self, turn: Callable[[], None]) -> int:
+        """Run all conversations; return the steps. turn: called before each ``STEPS_OF_A_TURN`` steps."""
         waiting = iter(range(len(self._load.conversations)))
         for _, number in zip(range(self._load.at_once), waiting, strict=False):
             self._send(number)
         steps = 0
         while self._engine.has_unfinished_requests():
+            if steps % STEPS_OF_A_TURN == 0:
+                turn()
             outputs = self._engine.step()
             steps += 1
             for one in outputs:
@@ -176,29 +185,54 @@ class _Player:
         self._engine.add_request(name, vllm.TokensPrompt(prompt_token_ids=list(prompt)), asked)
 
 
-def run(model: Path, load: Load, variant: Variant) -> dict[str, Any]:
-    """Return the result of ``play`` in a fork of this process. Raises VllmError if the engine fails."""
-    from generators import VllmError, last_error  # noqa: PLC0415 - as above
-
-    log = model.with_name("log.txt")
-    fork = multiprocessing.get_context("fork")
-    receive, send = fork.Pipe(duplex=False)
-    child = fork.Process(target=_child, args=(send, str(model), load, variant, log))
-    child.start()
-    send.close()
+def run(model: Path, load: Load, variants: Sequence[Variant]) -> list[dict[str, Any]]:
+    """Run ``load`` in an engine of each of ``variants``, in turns; return what ``play`` returns, or the ``error``."""
+    engines = [_Engine(model, load, variant) for variant in variants]
     try:
-        if receive.poll(STARTS_AND_RUNS_WITHIN_S):
-            found: dict[str, Any] = receive.recv()
-            return found
-        raise VllmError(f"no result within {STARTS_AND_RUNS_WITHIN_S} s")
-    except EOFError:
-        raise VllmError(last_error(log.read_text("utf-8"))) from None
+        while any(engine.found is None for engine in engines):
+            for engine in engines:
+                engine.turn()
+        return [engine.found or {} for engine in engines]
     finally:
-        child.kill()
-        child.join()
+        for engine in engines:
+            engine.end()
 
 
-def _child(send: Any, model: str, load: Load, variant: Variant, log: Path) -> None:  # noqa: ANN401 - a connection
+class _Engine:
+    """An engine in a fork of this process. found: what it measured, or why it failed, at its end."""
+
+    def __init__(self, model: Path, load: Load, variant: Variant) -> None:
+        self._log = model.with_name(f"{variant.name}.txt")
+        fork = multiprocessing.get_context("fork")
+        self._pipe, pipe = fork.Pipe()
+        self._process = fork.Process(target=_child, args=(pipe, str(model), load, variant, self._log))
+        self._process.start()
+        pipe.close()
+        self.found: dict[str, Any] | None = None
+        self._wait()
+
+    def turn(self) -> None:
+        """Let the engine run its next steps, unless it has ended."""
+        if self.found is None:
+            self._pipe.send(None)
+            self._wait()
+
+    def _wait(self) -> None:
+        from generators import last_error  # noqa: PLC0415 - as above
+
+        try:
+            answered = self._pipe.poll(ANSWERS_WITHIN_S)
+            self.found = self._pipe.recv() if answered else {"error": f"no answer within {ANSWERS_WITHIN_S} s"}
+        except EOFError:
+            self.found = {"error": last_error(self._log.read_text("utf-8"))}
+
+    def end(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.join()
+
+
+def _child(pipe: Any, model: str, load: Load, variant: Variant, log: Path) -> None:  # noqa: ANN401 - a connection
     import vllm_engine  # noqa: PLC0415 - as above
     from generators import VllmError  # noqa: PLC0415
 
@@ -209,7 +243,12 @@ def _child(send: Any, model: str, load: Load, variant: Variant, log: Path) -> No
     used = max(tensor.size for tensor in watched.core.scheduler.kv_cache_config.kv_cache_tensors)
     if used > load.memory:
         raise VllmError(f"VllmError: the cache has {used} bytes, the load allows {load.memory}")
-    send.send(play(watched, load))
+
+    def turn() -> None:
+        pipe.send(None)
+        pipe.recv()
+
+    pipe.send(play(watched, load, turn))
 
 
 # -- comparison with stock
@@ -337,8 +376,7 @@ def show(result: Path) -> None:
 def measure(loads: Sequence[Load | HttpLoad], variants: Sequence[Variant], rounds: int) -> Iterator[dict[str, Any]]:
     """Run everything; yield the result of each run."""
     import torch  # noqa: PLC0415 - as above
-    import vllm_http  # noqa: PLC0415
-    from generators import Plain, VllmError  # noqa: PLC0415
+    from generators import Plain  # noqa: PLC0415
 
     from hybridkv.runner import tiny_model, wrap  # noqa: PLC0415
 
@@ -351,27 +389,35 @@ def measure(loads: Sequence[Load | HttpLoad], variants: Sequence[Variant], round
             model.save_pretrained(Path(name) / shape)
             plain[shape] = Plain(wrap(model, name=shape))
         for round_, load in product(range(rounds), loads):
-            if round_ and isinstance(load, HttpLoad):
-                continue
             stock: Answers | None = None
-            folder = Path(name) / load.shape
-            for variant in variants:
-                if variant.has_unit and SHAPES[load.shape].unit is None:
-                    continue
+            some = [one for one in variants if not one.has_unit or SHAPES[load.shape].unit is not None]
+            conversations = load.conversations if isinstance(load, Load) else None
+            for variant, result in zip(some, _results(Path(name) / load.shape, load, some), strict=True):
                 one = {"shape": load.shape, "load": load.name, "memory": load.memory // MIB}
                 one |= {"variant": variant.name, "round": round_}
-                try:
-                    if isinstance(load, Load):
-                        result = run(folder, load, variant)
-                    else:
-                        result = vllm_http.serve(folder, options_of(variant, SHAPES[load.shape], load.memory), load)
-                except VllmError as error:
-                    yield {**one, "error": str(error)}
+                answers = result.pop("answers", None)
+                if answers is None:
+                    yield {**one, **result}
                     continue
-                answers = result.pop("answers")
                 stock = stock or answers
-                conversations = load.conversations if isinstance(load, Load) else None
                 yield {**one, **result, **compare(conversations, stock, answers, plain[load.shape].gap)}
+
+
+def _results(model: Path, load: Load | HttpLoad, variants: Sequence[Variant]) -> Iterable[dict[str, Any]]:
+    """Return what each of ``variants`` measured, or the ``error``."""
+    if isinstance(load, Load):
+        return run(model, load, variants)
+    return (_served(model, load, variant) for variant in variants)
+
+
+def _served(model: Path, load: HttpLoad, variant: Variant) -> dict[str, Any]:
+    import vllm_http  # noqa: PLC0415 - as above
+    from generators import VllmError  # noqa: PLC0415
+
+    try:
+        return vllm_http.serve(model, options_of(variant, SHAPES[load.shape], load.memory), load)
+    except VllmError as error:
+        return {"error": str(error)}
 
 
 def import_engines() -> None:

@@ -44,7 +44,10 @@ def test_clients_send_the_next_turn_after_the_answer_and_keep_to_the_limit(monke
     monkeypatch.setitem(sys.modules, "vllm", fake)
     engine = Clock()
     player = bench_vllm._Player(engine, Load("", "dense", MIB, (CHAT, CHAT, CHAT), 2))
-    assert player.run() == 6
+    turns = list[int]()
+    monkeypatch.setattr(bench_vllm, "STEPS_OF_A_TURN", 4)
+    assert player.run(lambda: turns.append(len(engine.asked))) == 6
+    assert turns == [2, 5]
     assert engine.most == 2
     assert list(engine.asked) == ["0.0", "1.0", "0.1", "1.1", "2.0", "2.1"]
     assert engine.asked["0.1"] == ([1, 2, 2, 2, 3], 1)
