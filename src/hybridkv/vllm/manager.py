@@ -257,7 +257,8 @@ class CacheManager:
         """
         name = request.request_id
         if self.ahead.take(request, num_new_tokens, num_lookahead_tokens):
-            return self._with_owed(name, self.empty_kv_cache_blocks)
+            empty = self.empty_kv_cache_blocks
+            return self._with_owed(name, empty) if name in self.ahead.owed else empty  # most need no block
         mine = self._mirrors.of(request)
         if mine.row >= 0 and name not in self._admissions.loaded:
             new = self.ahead.serve(request, mine, num_new_tokens, num_lookahead_tokens)
@@ -286,12 +287,10 @@ class CacheManager:
 
         ``uncleared`` lists groups with blocks that a transfer writes: workers need not clear them.
         """
-        owed = self.ahead.owed(request_id)
+        owed = self.ahead.owed.pop(request_id, None)
         if owed is not None:
             given = KVCacheBlocks(tuple(np.array(ids, np.int32) for ids in owed), self.empty_kv_cache_blocks.held.pool)
             new = Blocks(given + new.held)
-        elif new is self.empty_kv_cache_blocks:
-            return new
         for group in self._attention:
             if group in uncleared:
                 continue

@@ -316,5 +316,9 @@ class StepWriter:
             yield from ((self._class_of[group], block) for block in table[group][first:] if block)
 
 
+_NO_ROWS: Final = {columns: np.empty((0, columns), np.int32) for columns in (2, 3)}
+
+
 def _table(rows: Iterable[tuple[int, ...]], columns: int) -> Int32:
-    return np.array(list(rows), np.int32).reshape(-1, columns)
+    found = list(rows)
+    return np.array(found, np.int32) if found else _NO_ROWS[columns]  # most steps have none

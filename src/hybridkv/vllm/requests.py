@@ -193,7 +193,8 @@ class SlotsAhead:
     """Slots allocated ahead for the requests of ``mirrors``.
 
     ``longest`` is the most tokens that the model takes. ``served`` holds our requests that this step looked at. All
-    others need no block in this step and pass no checkpoint position.
+    others need no block in this step and pass no checkpoint position. ``owed`` holds the blocks of requests that vLLM
+    does not know yet.
     """
 
     def __init__(self, cache: KVCacheManager, mirrors: Mirrors, longest: int) -> None:
@@ -201,10 +202,9 @@ class SlotsAhead:
         self._num_groups = len(cache.groups)
         states = any(group.spec.keeps is Keeps.STATE for group in cache.config.groups)
         self._all_at_once = cache.placement is None and not states
-        # by request: tokens and lookahead with slots in this step; blocks not reported to vLLM yet; the token count
-        # below which a request needs nothing
+        # by request: tokens and lookahead with slots in this step; the token count below which it needs nothing
         self._ready = dict[str, tuple[int, int]]()
-        self._owed = dict[str, Ids]()
+        self.owed = dict[str, Ids]()
         self._enough = dict[str, int]()
         self.served = dict[str, Request]()
 
@@ -216,12 +216,12 @@ class SlotsAhead:
             rows = np.fromiter((mine.row for mine in served.values()), np.int64, len(served))
             needed = np.minimum(self._cache.engine.next_events(rows), self._cache.checkpoints.next_positions(rows))
             enough = zip(served, needed.tolist(), strict=True)
-            self._enough.update(one for one in enough if one[0] not in self._owed)
+            self._enough.update(one for one in enough if one[0] not in self.owed)
 
     def forget(self, name: str) -> None:
         """Drop a request that holds nothing any longer."""
         self.served.pop(name, None)
-        for table in (self._ready, self._owed, self._enough):
+        for table in (self._ready, self.owed, self._enough):
             table.pop(name, None)
 
     def serve(self, request: EngineRequest, mine: Request, new_tokens: int, lookahead: int) -> KVCacheBlocks | None:
@@ -239,10 +239,6 @@ class SlotsAhead:
             return True
         return self._ready.pop(name, None) == (new_tokens, lookahead)
 
-    def owed(self, name: str) -> Ids | None:
-        """Return blocks that the request has and vLLM does not know, and mark them as reported."""
-        return self._owed.pop(name, None)
-
     def give(self, running: Sequence[EngineRequest], most_tokens: int, lookahead: int) -> None:
         """Allocate slots in one batch for the requests among ``running`` that need some. O(running).
 
@@ -256,12 +252,15 @@ class SlotsAhead:
         some, enough, longest = list[_Asked](), self._enough, self._longest - 1
         for request in running:
             name, computed, ahead = request.request_id, request.num_computed_tokens, request.num_output_placeholders
+            needs_from = enough.get(name, 0)
+            if computed + most_tokens + lookahead < needs_from and not request.is_prefill_chunk:
+                continue  # most of those that decode; a chunk may run more
             if ahead > 0 and _last_in_flight(request):
                 continue
             more = min(request.num_tokens_with_spec + ahead, longest) - computed
             if more > most_tokens:
                 break
-            if more <= 0 or computed + more + lookahead < enough.get(name, 0):
+            if more <= 0 or computed + more + lookahead < needs_from:
                 continue
             mine = self._mirrors.known(name)
             if mine is None or mine.row < 0:
@@ -289,7 +288,7 @@ class SlotsAhead:
         return slots.accepted == len(names)
 
     def _owe(self, name: str) -> Ids:
-        return self._owed.setdefault(name, tuple([] for _ in range(self._num_groups)))
+        return self.owed.setdefault(name, tuple([] for _ in range(self._num_groups)))
 
     # -- steps of one token each
 
@@ -319,7 +318,7 @@ class SlotsAhead:
         for place in due:
             name = requests[place].request_id
             del self._ready[name]
-            new_blocks[place] = self.owed(name)
+            new_blocks[place] = self.owed.pop(name, None)
         return Decoded(requests, computed_tokens, new_blocks)
 
     def _decode_due(self, due: Sequence[EngineRequest]) -> bool:
