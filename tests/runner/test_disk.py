@@ -187,6 +187,22 @@ def test_hits_count_for_the_memory_that_had_them(tmp_path: Path) -> None:
     assert hits[2][1] == fetched < hits[2][0]  # the device had no room for all, the host had
 
 
+def test_tokens_that_the_host_had_do_not_count_for_the_disk(tmp_path: Path) -> None:
+    loaded, prompts = loaded_model("llama"), chats(1, 5)
+    plan, disk = small_plan(loaded, prompts), DiskFolder(tmp_path / "disk", "64MiB")
+    served(loaded, plan, prompts, disk)
+    with Engine(loaded, plan, OPTIONS, host_memory="32MiB", store=disk) as engine:
+        assert engine.tier is not None
+        list(engine.stream(prompts[0][:20], greedy(1)))
+        engine.settle_tiers()
+        before = engine.tier.statistics()
+        engine.cache.evict_blocks(0, engine.cache.block_pool.cached().nonzero()[0].tolist())  # the host keeps them
+        list(engine.stream(prompts[0], greedy(OUTPUT)))
+        counts = engine.tier.statistics()
+    assert counts.hit_tokens - before.hit_tokens == len(prompts[0]) - 1
+    assert counts.fetched_hit_tokens - before.fetched_hit_tokens == len(prompts[0]) - 1 - 20
+
+
 def test_engine_without_room_for_the_disk_computes_the_tokens(tmp_path: Path) -> None:
     """The disk holds fewer prefixes than are asked for; what it evicted is computed again."""
     loaded, prompts = loaded_model("llama"), chats(12, 2)
