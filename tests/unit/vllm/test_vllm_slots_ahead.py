@@ -86,6 +86,20 @@ def test_prepared_slots_end_before_the_first_prefill() -> None:
         assert third.request_id not in cache.ahead.owed
 
 
+def test_prepared_slots_end_before_a_chunk_that_fits_its_block() -> None:
+    cache = manager(FullAttentionSpec(), num_blocks=60)
+    prefills, *behind = running(cache, 12)
+    with cache.step():
+        assert cache.allocate_slots(prefills, 1) is not None  # a new block: a step of one token needs nothing now
+    prefills.num_computed_tokens += 1
+    prefills.append(*range(8))
+    prefills.is_prefill_chunk = True
+    with cache.step():
+        cache.ahead.give([prefills, *behind], 1, 0)
+        assert cache.ahead.take(prefills, 1, 0)
+        assert not any(cache.ahead.take(one, 1, 0) for one in behind)
+
+
 QUIET = {1: {1, 2}, 2: {2}}
 """By number of groups: of each block, tokens whose step needs nothing."""
 
