@@ -1,12 +1,12 @@
 """Processor time of vLLM's scheduler and ours without forwards: of short requests, and of evictions.
 
-    python tests/vllm/cpu_costs.py [--models llama granite_hybrid] [--rows 1 8] [--loads 20]
+    python tests/vllm/cpu_costs.py [--models llama granite_hybrid] [--rows 1 8] [--outputs 1 32] [--loads 20]
 
-Requests of 430 tokens, of which other requests had the first 400, ask for one token, ``rows`` in each step. The memory
-is full, so each evicts something. The schedulers take turns. Prints microseconds of a request from its construction,
-which hashes its blocks, to its last output, the median of 200 rounds; and the Python and C calls of a request, which
-do not depend on the machine. Then ``hazard`` and ``lru`` run loads of pressure_duel in the reference layout, in turns:
-the median over the loads of what a step takes, one divided by the other. See docs/design/0036.
+Requests of 430 tokens, of which other requests had the first 400, ask for ``outputs`` tokens, ``rows`` in each step.
+The memory is full, so each evicts something. The schedulers take turns. Prints microseconds of a request from its
+construction, which hashes its blocks, to its last output, the median of 200 rounds; and the Python and C calls of a
+request, which do not depend on the machine. Then ``hazard`` and ``lru`` run loads of pressure_duel in the reference
+layout, in turns: the median over the loads of what a step takes, one divided by the other. See docs/design/0036.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -32,12 +33,12 @@ SHARED, OWN, WARM, ROUNDS, COUNTED = 400, 30, 60, 200, 20
 
 
 class Side:
-    """A scheduler, with ``rows`` requests in each step. took: us of a request, by round."""
+    """A scheduler, with ``rows`` requests of ``outputs`` tokens in each step. took: us of a request, by round."""
 
-    def __init__(self, kind: Any, core: Any, rows: int, eviction: str = "") -> None:  # noqa: ANN401 - of vLLM
+    def __init__(self, kind: Any, core: Any, rows: int, outputs: int, eviction: str = "") -> None:  # noqa: ANN401 - of vLLM
         core.scheduler.vllm_config.additional_config = {"hybridkv": {"eviction": eviction}} if eviction else {}
         self.scheduler, self.hasher, self.rows = scheduler_of(kind, core), core.request_block_hasher, rows
-        self.number, self.took = 0, list[float]()
+        self.outputs, self.number, self.took = outputs, 0, list[float]()
 
     def round(self) -> None:
         """Run ``rows`` requests to their end."""
@@ -60,7 +61,7 @@ class Side:
         self.number += 1
         shared = [(17 * row + 5 + 3 * place) % 500 for place in range(SHARED)]
         own = [(7 * self.number + place) % 500 for place in range(OWN)]
-        asked = vllm.SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+        asked = vllm.SamplingParams(temperature=0, max_tokens=self.outputs, ignore_eos=True, detokenize=False)
         return Request(f"{self.number}", shared + own, asked, None, block_hasher=self.hasher)
 
     def calls(self) -> float:
@@ -78,16 +79,16 @@ class Side:
         return seen / COUNTED / self.rows
 
 
-def rows_of(match: Match, rows: int) -> Iterator[str]:
+def rows_of(match: Match, rows: int, outputs: int) -> Iterator[str]:
     """Yield a line of the table for each scheduler."""
     core, engine = core_of(match)
     natural, other = core_of(match, **NATURAL)
     sides = {
-        "stock": Side(Stock, core, rows),
-        "reference, lru": Side(Scheduler, core, rows, "lru"),
-        "reference, hazard": Side(Scheduler, core, rows, "hazard"),
-        "natural, lru": Side(NaturalScheduler, natural, rows, "lru"),
-        "natural, hazard": Side(NaturalScheduler, natural, rows, "hazard"),
+        "stock": Side(Stock, core, rows, outputs),
+        "reference, lru": Side(Scheduler, core, rows, outputs, "lru"),
+        "reference, hazard": Side(Scheduler, core, rows, outputs, "hazard"),
+        "natural, lru": Side(NaturalScheduler, natural, rows, outputs, "lru"),
+        "natural, hazard": Side(NaturalScheduler, natural, rows, outputs, "hazard"),
     }
     gc.disable()
     for _ in range(WARM + ROUNDS):
@@ -97,7 +98,8 @@ def rows_of(match: Match, rows: int) -> Iterator[str]:
     stock = median(sides["stock"].took[WARM:])
     for title, side in sides.items():
         took = median(side.took[WARM:])
-        yield f"| tiny:{match.name} | {rows} | {title} | {took:,.0f} | {took / stock:.2f} | {side.calls():,.0f} |"
+        of_stock = f"{took:,.0f} | {took / stock:.2f} | {side.calls():,.0f}"
+        yield f"| tiny:{match.name} | {rows} | {outputs} | {title} | {of_stock} |"
     del engine, other
 
 
@@ -135,19 +137,20 @@ def evictions_of(match: Match, loads: int) -> str:
         ratios.append(took["hazard"] / took["lru"])
     gc.enable()
     del engine
-    return f"| tiny:{match.name} | a step under pressure | hazard / lru | | {median(ratios):.2f} | |"
+    return f"| tiny:{match.name} | under pressure | | hazard / lru | | {median(ratios):.2f} | |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["llama", "granite_hybrid"])
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--outputs", nargs="+", type=int, default=[1])
     parser.add_argument("--loads", type=int, default=20)
     asked = parser.parse_args()
-    say("| model | in a step | scheduler | us | of stock | calls |\n|---|--:|---|--:|--:|--:|")
+    say("| model | in a step | output tokens | scheduler | us | of stock | calls |\n|---|--:|--:|---|--:|--:|--:|")
     for match in (match for match in MODELS if match.name in asked.models):
-        for rows in asked.rows:
-            for line in rows_of(match, rows):
+        for rows, outputs in product(asked.rows, asked.outputs):
+            for line in rows_of(match, rows, outputs):
                 say(line)
         if asked.loads:
             say(evictions_of(match, asked.loads))
