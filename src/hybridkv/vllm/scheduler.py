@@ -282,7 +282,7 @@ def decode_step(scheduler: Any) -> SchedulerOutput | None:  # noqa: ANN401 - vLL
         return None
     running = decoded.requests
     scheduler.current_step += 1
-    if hasattr(scheduler, "num_executed_steps"):  # vLLM 0.33 counts them
+    if running and hasattr(scheduler, "num_executed_steps"):  # vLLM 0.33 counts steps with tokens
         scheduler.num_executed_steps += 1
     scheduler.prefill_capacity_bound = False  # no request waits
     names = [request.request_id for request in running]
