@@ -9,12 +9,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from generate_duel import MATCHES, Match, say
-from generation import Answer, Comparison, Round, make_rounds
+from generation import PRINTABLE, QUESTION, Answer, Comparison, Round, make_rounds
 from generators import Plain, VllmError, answers_of, job_of
 from natural_faults import FAULTS
 
@@ -34,8 +35,8 @@ MODELS = (
     Match("mamba2", {"n_groups": 1}, {}),
 )
 WITHOUT_STATES, ROUNDED = ("llama", "gemma3", "mistral"), ("qwen3_next",)
-BOUNDED = "mamba2", "mistral"
-"""What states, or windows, hold alone does not grow with tokens: nobody has to give way."""
+BOUNDED = ("mamba2",)
+"""What states hold alone does not grow with tokens: nobody has to give way."""
 IN_STAGES = "mistral", "qwen3_next"
 """Models whose two stages have equal layers, and that stock splits: not mamba2, nor granite_hybrid without experts."""
 OURS = {
@@ -58,14 +59,23 @@ CAPTURED = {
 GRID = {"max_num_seqs": 1, "max_num_batched_tokens": 64}
 SMALL = {"num_gpu_blocks_override": 30}
 SMALLER = {"granite_hybrid": 16}
-"""Blocks of stock's where 30 are so many that nobody is preempted."""
+"""Blocks of stock's where in 30 only the crowd is preempted."""
+CROWD = 32
+"""Prompts at once, of one block in each group. Small memory does not hold all of them.
+
+Stock admits them until memory is full, the natural layout until a quarter of their next blocks would not fit: about 4/5
+are full. After 12 of 24 output tokens each needs a second block in all groups of attention; a window of 24 tokens still
+has its first. None has ended, and there is no room: llama runs 23 in 30 blocks and needs 46, gemma3 12 in 60 slabs and
+needs 96, granite_hybrid 10 in 12 slabs and needs 14.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Regime:
     """options: of vllm.LLM, ours: of ours beside them. ahead: a step is scheduled before the last one's output is in.
 
-    preempts: requests of ours are preempted, where tokens take blocks. drafts: not for models with recurrent states.
+    preempts: a crowd comes last, and requests of ours are preempted, where tokens take blocks.
+    drafts: not for models with recurrent states.
     alike: chunks end at the same tokens in both, and only so are bfloat16 models the same: second turns, which go on
     from states that decoding left, are left out. captured: on GPUs alone; graphs of decode steps have to run.
     priorities: later prompts go first. second_runner: vLLM would take its second model runner for ours, as it does on
@@ -83,6 +93,11 @@ class Regime:
     captured: bool = False
     priorities: bool = False
     second_runner: bool = False
+
+
+def crowd() -> Round:
+    random = Random("crowd")  # numbers would repeat the heads of make_rounds
+    return Round("crowd", tuple(tuple(random.choices(PRINTABLE, k=QUESTION)) for _ in range(CROWD)))
 
 
 def placed(name: str) -> Mapping[str, Any]:
@@ -199,6 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if not fits(match, regime):
                 continue
             rounds = [one for one in every if not (regime.alike and one.name == "second turn")]
+            rounds += [crowd()] * regime.preempts
             with TemporaryDirectory() as name:
                 folder = Path(name) / "model"
                 model.save_pretrained(folder)
