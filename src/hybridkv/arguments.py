@@ -46,7 +46,7 @@ def real(name: str, value: object) -> float:
     """Check that ``value`` is a finite number that a float can hold, and not a boolean."""
     if type(value) is float and math.isfinite(value):  # fast path
         return value
-    if not isinstance(value, bool) and isinstance(value, Real):
+    if type(value) is int or (not isinstance(value, bool) and isinstance(value, Real)):
         try:
             number = float(value)
         except OverflowError:
@@ -69,7 +69,7 @@ def text(name: str, value: object) -> str:
 
 def flag(name: str, value: object) -> bool:
     """Check that ``value`` is a boolean of Python or numpy."""
-    if not isinstance(value, bool | np.bool_):
+    if type(value) is not bool and not isinstance(value, np.bool_):
         raise ConfigError(f"{name} must be true or false, got {shown(value)}")
     return bool(value)
 
@@ -83,7 +83,7 @@ def instance(name: str, value: object, wanted: type[T]) -> T:
 
 def instances(name: str, values: object, wanted: type[T]) -> Sequence[T]:
     """Check that ``values`` is a sequence of objects of class ``wanted``; return it unchanged. O(n)."""
-    if isinstance(values, list | tuple) and {wanted}.issuperset(map(type, values)):
+    if isinstance(values, (list, tuple)) and {wanted}.issuperset(map(type, values)):
         return values  # fast path: a tenth of the time of the loop below
     if isinstance(values, str | bytes) or not isinstance(values, Sequence):
         raise ConfigError(f"{name} must be a list of {wanted.__name__} objects, got {shown(values)}")

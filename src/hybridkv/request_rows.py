@@ -341,7 +341,7 @@ class RequestRows:
                 self.synchronise(one, *(np.array([count], np.int64) for count in counts))
                 return
             self.each_num_tokens[row] = num_tokens
-        self.num_computed[row], self.in_flight[row] = num_computed, in_flight
+        self.each_num_computed[row], self.each_in_flight[row] = num_computed, in_flight
 
     def _fill_one(self, row: int, token: int) -> None:
         """Hash the block of ``row`` that ``token`` completes. Raises HashError, and does nothing, if that fails."""

@@ -180,9 +180,11 @@ class EngineSide:
             num_computed_tokens: Tokens whose KV is computed or scheduled.
             num_in_flight_tokens: Those of steps that have not settled.
         """
-        lent = instance("request", request, Request).lender
-        computed = integer("num_computed_tokens", num_computed_tokens, 0, MOST_COUNT)
-        in_flight = integer("num_in_flight_tokens", num_in_flight_tokens, 0, computed)
+        computed, in_flight = num_computed_tokens, num_in_flight_tokens
+        if not (type(computed) is type(in_flight) is int and 0 <= in_flight <= computed <= MOST_COUNT):
+            computed = integer("num_computed_tokens", computed, 0, MOST_COUNT)
+            in_flight = integer("num_in_flight_tokens", in_flight, 0, computed)
+        lent = (request if type(request) is Request else instance("request", request, Request)).lender
         if lent is None:
             raise ConfigError(f"tokens of {request.request_id!r} are its own: set num_computed_tokens, append tokens")
         if request.row < 0:

@@ -400,7 +400,7 @@ class BlockRows:
     def extend(self, row: int, ids: Int32) -> None:
         """Append ``ids`` to ``row``. Null columns at the beginning of a row take no room."""
         count = self.each_count[row]
-        if count == self._each_base[row] and len(ids) and not ids[0]:
+        if count == self._each_base[row] and len(ids) and not ids.item(0):
             nulls = int((ids != 0).argmax()) if np.count_nonzero(ids) else len(ids)
             count += nulls
             self.base[row] = self.dropped[row] = self.count[row] = count
@@ -528,7 +528,8 @@ class BlockRows:
         room = self._each_room[row]
         if room:
             self._spare.setdefault(room, []).append(self._each_start[row])
-        self.start[row] = self.room[row] = self.base[row] = self.origin[row] = self.dropped[row] = self.count[row] = 0
+        self._each_start[row] = self._each_room[row] = self._each_base[row] = self._each_origin[row] = 0
+        self.each_dropped[row] = self.each_count[row] = 0
 
     def ensure_rows(self, capacity: int) -> None:
         """Make rows 0 .. capacity - 1 exist."""
@@ -552,15 +553,17 @@ class BlockRows:
         if count < held:
             raise CacheError(f"row {row} cannot shrink from {held} to {count} columns")
         first = max(self.each_dropped[row], base)
-        kept = self.cells[old_start + first - base : old_start + held - base].copy()
+        kept = self.cells[old_start + first - base : old_start + held - base].copy() if held > first else None
         start, room = old_start, old_room
         if 2 * (count - first) > old_room:
             room = max(_SMALLEST, 1 << (count - first - 1).bit_length())
             start = self._extent(room)
             if old_room:
                 self._spare.setdefault(old_room, []).append(old_start)
-        self.cells[start : start + len(kept)] = kept
-        self.start[row], self.room[row], self.base[row], self.origin[row] = start, room, first, start - first
+        if kept is not None:
+            self.cells[start : start + len(kept)] = kept
+        self._each_start[row], self._each_room[row] = start, room
+        self._each_base[row], self._each_origin[row] = first, start - first
 
     def _extent(self, room: int) -> int:
         """Return the start of an unused extent of ``room`` cells."""

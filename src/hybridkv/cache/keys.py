@@ -212,22 +212,28 @@ class BlockKeys:
         self._forget(ids)
         self._wipe(ids)
 
-    def evict_one(self, block: int) -> None:
-        """Remove the keys of one block, without arrays of one element if nothing records the loss."""
-        group, key = self.each_group[block], self.key_of(block)
-        index = self.indexes[group]
-        if self.journal.reports_events or self.journal.observed or key is None or index.num_partial:
-            self.evict(np.array([block], np.int32))
+    def evict_few(self, blocks: Sequence[int]) -> None:
+        """Remove the keys of ``blocks``, which all have one, without arrays if nothing records the loss. O(blocks)."""
+        if self.journal.reports_events or self.journal.observed:
+            self.evict(np.array(blocks, np.int32))
             return
-        index.remove(key, block)
-        self.lost[group] += 1
-        self._keys[block] = None
-        self.each_group[block], self._each_step[block] = _NO_GROUP, WRITTEN
-        self._supersedable.discard(block)
+        self.evictions += len(blocks)
+        stamp = _wrapped(self.evictions)
+        for block in blocks:
+            group, key = self.each_group[block], self._keys.item(block)
+            index = self.indexes[group]
+            if index.num_partial and index.is_partial(block):
+                index.remove_partial(block)
+            elif key is None:
+                raise CacheError(f"block {block} belongs to the index of group {group} but has no key")
+            if key is not None:
+                index.remove(key, block)
+                self._keys[block] = None
+            self.lost[group] += 1
+            self.each_group[block], self._each_step[block], self._each_lost_at[block] = _NO_GROUP, WRITTEN, stamp
+            self._supersedable.discard(block)
         if self.journal.blocks is not None:
-            self.journal.blocks.append(Lost(np.array([block]), 0.0))
-        self.evictions += 1
-        self._each_lost_at[block] = _wrapped(self.evictions)
+            self.journal.blocks.append(Lost(np.array(blocks), 0.0))
 
     def _forget(self, ids: Int32) -> None:
         """Remove ``ids`` from the indexes, and emit events."""

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from hybridkv.arguments import instance, instances, integer
 from hybridkv.cache.journal import Journal, Released, Used
 from hybridkv.cache.keys import WRITTEN, BlockKeys
-from hybridkv.cache.spaces.one_size import FreeOrder
+from hybridkv.cache.spaces.one_size import FEW, FreeOrder
 from hybridkv.cache.spaces.ranked_order import RankedOrder
 from hybridkv.cache.spaces.slabs import SlabSpace
 from hybridkv.errors import BlockError, CapacityError, ConfigError
@@ -342,11 +342,14 @@ class BlockPool:
         held: list[NDArray[np.bool_]] = []
         if len(ids) < n:
             ids = np.concatenate((ids, self._take_with_room(n - len(ids), of, moves, held)))
-        if n == 1:
-            block = ids.item(0)
-            if self.keys.each_group[block] >= 0:
-                self.keys.evict_one(block)
-            self._each_ref[block] = 1
+        if n <= FEW:
+            each_group, each_ref, few = self.keys.each_group, self._each_ref, list[int]()
+            for block in ids.tolist():
+                each_ref[block] = 1
+                if each_group[block] >= 0:
+                    few.append(block)
+            if few:
+                self.keys.evict_few(few)
         else:
             cached = ids[self.keys.are_on(ids)]
             if cached.size:
@@ -364,7 +367,7 @@ class BlockPool:
         block = self.space.take_one(self.classes[group])
         if block:
             if self.keys.each_group[block] >= 0:
-                self.keys.evict_one(block)
+                self.keys.evict_few((block,))
             self._each_ref[block] = 1
             self.epoch += 1
         return block
@@ -398,8 +401,10 @@ class BlockPool:
     def _lose(self, evicted: Sequence[Int32]) -> None:
         """Remove the keys of all ``evicted`` blocks."""
         ids = np.concatenate(evicted) if evicted else _NONE
-        if ids.size:
+        if len(ids) > FEW:
             self.keys.evict(ids)
+        elif len(ids):
+            self.keys.evict_few(ids.tolist())
 
     def _relocate(self, moves: Int64) -> None:
         """Note that blocks moved, int64[m, 2]: all facts of the sources become facts of the targets."""

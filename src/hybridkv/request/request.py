@@ -203,7 +203,7 @@ class Request:
     ) -> None:
         self.request_id = text("request_id", request_id)
         self._lent = prompt if isinstance(prompt, Lent) else None
-        self._tokens = token_array(()) if isinstance(prompt, Lent) else token_array(prompt)
+        self._tokens = array("I") if isinstance(prompt, Lent) else token_array(prompt)
         self.num_prompt_tokens = len(self._tokens) if self._lent is None else self._lent.num_prompt_tokens
         if not self.num_prompt_tokens:
             raise ConfigError(f"request {request_id!r} has an empty prompt: give it at least one token")

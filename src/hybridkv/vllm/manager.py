@@ -10,10 +10,9 @@ lacks raises ConfigError.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 
@@ -107,16 +106,23 @@ class CacheManager:
 
     # -- steps
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Open a step. All allocations inside belong to it; hand its ``output`` to ``scheduled`` afterwards."""
+    def step(self) -> Self:
+        """Return the context of a step. All allocations inside belong to it; hand its output to ``scheduled``."""
+        return self
+
+    def __enter__(self) -> None:
+        """Open a step. A generator as the context would take 5 us more, in each step."""
         self._step += 1
         self.resumed.clear()
-        with self.cache.step(self._step):
-            if self.tier is not None:
-                self.tier.store(self._step)
-            yield
-        self.ahead.end_step()
+        self.cache.engine.begin_step(self._step)
+        if self.tier is not None:
+            self.tier.store(self._step)
+
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        """Close the open step."""
+        self.cache.engine.end_step()
+        if failed is None:
+            self.ahead.end_step()
 
     def decode(self, running: Sequence[EngineRequest]) -> Decoded | None:
         """Allocate slots for a step in which all of ``running`` decode a token; ``None`` if vLLM's loop must do it."""
@@ -294,8 +300,7 @@ class CacheManager:
         for group in self._attention:
             if group in uncleared:
                 continue
-            ids = new.held.ids[group]
-            self._new_ids += ids[ids != 0].tolist()
+            self._new_ids += filter(None, new.held.ids[group].tolist())
         return new
 
     def cache_blocks(self, request: EngineRequest, num_computed_tokens: int) -> None:

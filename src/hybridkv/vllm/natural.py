@@ -13,7 +13,7 @@ worker      moves, zero, copies | vLLM's forward | keep
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Final, Literal, NamedTuple, Self, TypeVar
 
@@ -254,12 +254,13 @@ class StepWriter:
         for one in transfers.copies:
             to = moves if one.kind == "move" else copies
             to.append((self._class_of[one.group], one.source, one.destination))
+        has_moves = bool(len(transfers.moved))
         return NaturalStep(
             _table(moves, 3),
-            _table(self._correct_ids(output, moves=bool(transfers.moved.size)), 2),
+            _table(list(self._correct_ids(output, moves=has_moves)), 2),
             _table(copies, 3),
-            _table(self._kept(transfers, ends), 3),
-            tuple(self._moved_cells(transfers)),
+            _table(list(self._kept(transfers, ends)) if transfers.checkpoints else [], 3),
+            tuple(self._moved_cells(transfers)) if has_moves else (),
             config,
         )
 
@@ -274,8 +275,6 @@ class StepWriter:
 
     def _moved_cells(self, transfers: Transfers) -> Iterator[Cell]:
         """Yield every cell that holds a moved block."""
-        if not transfers.moved.size:
-            return
         cells = self._cache.fields.cells(np.empty(0, np.int64), (), transfers.moved)
         names = {one.row: one.request_id for one in self._cache.engine.resident_requests()}
         lists = (cells.group, cells.row, cells.column, cells.block)
@@ -319,6 +318,5 @@ class StepWriter:
 _NO_ROWS: Final = {columns: np.empty((0, columns), np.int32) for columns in (2, 3)}
 
 
-def _table(rows: Iterable[tuple[int, ...]], columns: int) -> Int32:
-    found = list(rows)
-    return np.array(found, np.int32) if found else _NO_ROWS[columns]  # most steps have none
+def _table(rows: Sequence[tuple[int, ...]], columns: int) -> Int32:
+    return np.array(rows, np.int32) if rows else _NO_ROWS[columns]  # most steps have none

@@ -99,6 +99,23 @@ def test_block_pool_reset_with_blocks_in_use_fails(caplog: pytest.LogCaptureFixt
     assert events.take() == []
 
 
+@pytest.mark.parametrize("count", [1, 3, 12])
+def test_taken_blocks_lose_whole_and_partial_keys(count: int) -> None:
+    pool = BlockPool(count + 1)
+    blocks = pool.get_new_blocks(count).tolist()
+    for block in blocks:
+        assert pool.publish_partial(0, block, b"parent %d" % block, b"tokens", 5)
+        if block % 2:
+            pool.keys.publish(0, (block,), (b"key %d" % block,))
+    pool.free_blocks(np.array(blocks, np.int32))
+    pool.get_new_blocks(count)
+    assert not pool.indexes[0].num_partial
+    assert not len(pool.indexes[0])
+    assert pool.keys.keyed() == []
+    assert pool.keys.all_written(np.array(blocks, np.int32))
+    assert pool.keys.lost == [count]
+
+
 def test_block_pool_with_fifth_partial_block_key_frees_a_block() -> None:
     """A parent has four tails. A block whose last key goes by a fifth is empty again, and counted so."""
     pool = BlockPool(8)

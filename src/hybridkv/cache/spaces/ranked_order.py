@@ -117,8 +117,6 @@ class RankedOrder:
 
     def take(self, n: int, of: int = 0) -> Int32:  # noqa: ARG002 - there is one class of blocks
         """Take the first ``n`` blocks, int32[n]. The caller knows that there are n."""
-        if n == 1:
-            return np.array([self.take_one()], np.int32)
         ids = self._first.take(min(n, len(self._first)))
         self._is_unneeded[ids] = False
         if len(ids) < n:
