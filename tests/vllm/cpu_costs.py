@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from itertools import product
+from random import Random
 from statistics import median
 from typing import Any
 
@@ -39,12 +40,15 @@ class Side:
         core.scheduler.vllm_config.additional_config = {"hybridkv": {"eviction": eviction}} if eviction else {}
         self.scheduler, self.hasher, self.rows = scheduler_of(kind, core), core.request_block_hasher, rows
         self.outputs, self.number, self.took = outputs, 0, list[float]()
+        self._shared = [[(17 * row + 5 + 3 * place) % 500 for place in range(SHARED)] for row in range(rows)]
+        self._random = Random(0)  # own tokens that came again would be learnt as a prefix
 
     def round(self) -> None:
         """Run ``rows`` requests to their end."""
+        prompts = [shared + self._random.choices(range(500), k=OWN) for shared in self._shared]
         began = time.thread_time()
-        for row in range(self.rows):
-            self.scheduler.add_request(self._request(row))
+        for prompt in prompts:
+            self.scheduler.add_request(self._request(prompt))
         spent = time.thread_time() - began
         while self.scheduler.requests:
             began = time.thread_time()
@@ -57,12 +61,10 @@ class Side:
             spent += time.thread_time() - began
         self.took.append(1e6 * spent / self.rows)
 
-    def _request(self, row: int) -> Request:
+    def _request(self, prompt: list[int]) -> Request:
         self.number += 1
-        shared = [(17 * row + 5 + 3 * place) % 500 for place in range(SHARED)]
-        own = [(7 * self.number + place) % 500 for place in range(OWN)]
         asked = vllm.SamplingParams(temperature=0, max_tokens=self.outputs, ignore_eos=True, detokenize=False)
-        return Request(f"{self.number}", shared + own, asked, None, block_hasher=self.hasher)
+        return Request(f"{self.number}", prompt, asked, None, block_hasher=self.hasher)
 
     def calls(self) -> float:
         """Return the calls of a request, those of this file included."""
