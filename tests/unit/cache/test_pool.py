@@ -8,9 +8,9 @@ import pytest
 
 from hybridkv.cache import AllBlocksCleared, BlockPool, BlockRemoved
 from hybridkv.cache.groups import BlockRows
-from hybridkv.cache.journal import EventQueue, Journal
+from hybridkv.cache.journal import EventQueue, Journal, Lost
 from hybridkv.cache.spaces.one_size import FreeOrder
-from hybridkv.errors import BlockError, ConfigError
+from hybridkv.errors import BlockError, CacheError, ConfigError
 
 Ids = np.ndarray[tuple[int], np.dtype[np.int32]]
 
@@ -101,19 +101,33 @@ def test_block_pool_reset_with_blocks_in_use_fails(caplog: pytest.LogCaptureFixt
 
 @pytest.mark.parametrize("count", [1, 3, 12])
 def test_taken_blocks_lose_whole_and_partial_keys(count: int) -> None:
-    pool = BlockPool(count + 1)
+    journal = Journal(ranked=True)
+    pool = BlockPool(count + 1, journal=journal)
     blocks = pool.get_new_blocks(count).tolist()
     for block in blocks:
         assert pool.publish_partial(0, block, b"parent %d" % block, b"tokens", 5)
+        pool.keys.flag_supersedable(block)
         if block % 2:
             pool.keys.publish(0, (block,), (b"key %d" % block,))
-    pool.free_blocks(np.array(blocks, np.int32))
+    pool.free_blocks(ids(*blocks))
     pool.get_new_blocks(count)
     assert not pool.indexes[0].num_partial
     assert not len(pool.indexes[0])
     assert pool.keys.keyed() == []
-    assert pool.keys.all_written(np.array(blocks, np.int32))
+    assert pool.keys.all_written(ids(*blocks))
+    assert not len(pool.keys.take_supersedable(blocks))
     assert pool.keys.lost == [count]
+    assert sorted(block for fact in journal.blocks or () if isinstance(fact, Lost) for block in fact.ids) == blocks
+
+
+@pytest.mark.parametrize("count", [1, 12])
+def test_taken_block_without_its_key_is_an_error(count: int) -> None:
+    pool = BlockPool(count + 1)
+    blocks = pool.get_new_blocks(count)
+    pool.free_blocks(blocks)
+    pool.keys.each_group[count] = 0  # as if it had a key
+    with pytest.raises(CacheError, match=f"block {count} belongs to the index of group 0 but has no key"):
+        pool.get_new_blocks(count)
 
 
 def test_block_pool_with_fifth_partial_block_key_frees_a_block() -> None:
