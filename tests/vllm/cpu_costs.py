@@ -43,9 +43,12 @@ class Side:
         self._shared = [[(17 * row + 5 + 3 * place) % 500 for place in range(SHARED)] for row in range(rows)]
         self._random = Random(0)  # own tokens that came again would be learnt as a prefix
 
-    def round(self) -> None:
-        """Run ``rows`` requests to their end."""
-        prompts = [shared + self._random.choices(range(500), k=OWN) for shared in self._shared]
+    def prompts(self) -> list[list[int]]:
+        """Return the prompts of the next round."""
+        return [shared + self._random.choices(range(500), k=OWN) for shared in self._shared]
+
+    def round(self, prompts: list[list[int]]) -> None:
+        """Run the requests of ``prompts`` to their end."""
         began = time.thread_time()
         for prompt in prompts:
             self.scheduler.add_request(self._request(prompt))
@@ -75,8 +78,9 @@ class Side:
             seen += event in {"call", "c_call"}
 
         for _ in range(COUNTED):
+            prompts = self.prompts()
             sys.setprofile(count)
-            self.round()
+            self.round(prompts)
             sys.setprofile(None)
         return seen / COUNTED / self.rows
 
@@ -95,7 +99,7 @@ def rows_of(match: Match, rows: int, outputs: int) -> Iterator[str]:
     gc.disable()
     for _ in range(WARM + ROUNDS):
         for side in sides.values():
-            side.round()
+            side.round(side.prompts())
     gc.enable()
     stock = median(sides["stock"].took[WARM:])
     for title, side in sides.items():

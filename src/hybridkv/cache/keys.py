@@ -213,7 +213,7 @@ class BlockKeys:
         self._wipe(ids)
 
     def evict_few(self, blocks: Sequence[int]) -> None:
-        """Remove the keys of ``blocks``, which all have one, without arrays if nothing records the loss. O(blocks)."""
+        """Remove the keys of ``blocks``, which all have one: one by one, unless events or observers record it."""
         if self.journal.reports_events or self.journal.observed:
             self.evict(np.array(blocks, np.int32))
             return

@@ -116,7 +116,11 @@ class CacheManager:
         self.resumed.clear()
         self.cache.engine.begin_step(self._step)
         if self.tier is not None:
-            self.tier.store(self._step)
+            try:
+                self.tier.store(self._step)
+            except BaseException:
+                self.cache.engine.end_step()  # Python does not call __exit__ then
+                raise
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
         """Close the open step."""

@@ -234,3 +234,19 @@ def test_prepared_slots_skip_requests_with_no_token_left() -> None:
     with cache.step():
         cache.ahead.give([first, second], 1, 0)
         assert ids_of(cache.allocate_slots(second, 1)) == ([5],)
+
+
+class FailingTier:
+    def store(self, step: int) -> None:
+        raise RuntimeError(f"step {step}: the disk is full")
+
+
+def test_step_is_closed_if_its_tier_fails() -> None:
+    cache: Any = manager(FullAttentionSpec())
+    cache.tier = FailingTier()
+    with pytest.raises(RuntimeError, match="the disk is full"), cache.step():
+        pass
+    cache.tier = None
+    requests = running(cache, 1)
+    with cache.step():
+        assert cache.decode(requests) is not None
