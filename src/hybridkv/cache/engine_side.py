@@ -184,7 +184,7 @@ class EngineSide:
         if not (type(computed) is type(in_flight) is int and 0 <= in_flight <= computed <= MOST_COUNT):
             computed = integer("num_computed_tokens", computed, 0, MOST_COUNT)
             in_flight = integer("num_in_flight_tokens", in_flight, 0, computed)
-        lent = (request if type(request) is Request else instance("request", request, Request)).lender
+        lent = instance("request", request, Request).lender
         if lent is None:
             raise ConfigError(f"tokens of {request.request_id!r} are its own: set num_computed_tokens, append tokens")
         if request.row < 0:

@@ -111,7 +111,7 @@ class CacheManager:
         return self
 
     def __enter__(self) -> None:
-        """Open a step. A generator as the context would take 5 us more, in each step."""
+        """Open a step."""
         self._step += 1
         self.resumed.clear()
         self.cache.engine.begin_step(self._step)
