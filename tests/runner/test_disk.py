@@ -37,9 +37,9 @@ def chats(count: int, seed: int) -> list[list[int]]:
     return [[*shared, *(draw.randrange(3, 200) for _ in range(draw.randint(25, 40)))] for _ in range(count)]
 
 
-def small_plan(loaded: LoadedModel, prompts: list[list[int]]) -> Plan:
+def small_plan(loaded: LoadedModel, prompts: list[list[int]], requests: int = 2) -> Plan:
     longest = max(map(len, prompts)) + 3 * OUTPUT
-    return plan_for(loaded, [longest, longest], stored=Stored(), max_model_len=longest + 1)
+    return plan_for(loaded, [longest] * requests, stored=Stored(), max_model_len=longest + 1)
 
 
 def served(
@@ -55,7 +55,8 @@ def served(
 @pytest.mark.parametrize("name", REPRESENTATIVE)
 def test_second_engine_resumes_what_the_first_one_left_on_the_disk(name: str, tmp_path: Path) -> None:
     loaded, prompts = loaded_model(name), chats(4, 1)
-    plan, disk = small_plan(loaded, prompts), DiskFolder(tmp_path / "disk", "64MiB")
+    # room for all: with less, what came up for one request is evicted for another one, now and then twice
+    plan, disk = small_plan(loaded, prompts, len(prompts)), DiskFolder(tmp_path / "disk", "64MiB")
     made, first = served(loaded, plan, prompts, disk)
     assert made == [list(generated(loaded, prompt, OUTPUT)) for prompt in prompts]
     assert first.tier is not None
@@ -91,7 +92,7 @@ def test_engine_with_other_groups_resumes_the_same_prefixes(name: str, tmp_path:
 def test_reference_layout_finds_on_the_disk_what_one_engine_finds_in_memory(name: str, tmp_path: Path) -> None:
     loaded, prompts = loaded_model(name), chats(4, 1)
     longest = max(map(len, prompts)) + 2 * OUTPUT + 3
-    plan = plan_for(loaded, [longest, longest], max_model_len=longest + 1, layout="reference")
+    plan = plan_for(loaded, [longest] * len(prompts), max_model_len=longest + 1, layout="reference")
     options, found = replace(OPTIONS, eviction="hazard"), list[int]()
     longer = [[*one, *generated(loaded, one, OUTPUT), 5, 6, 7] for one in prompts]
     for store, rounds in ((DiskFolder(tmp_path / "disk", "64MiB"), [[prompts], [longer]]), (None, [[prompts, longer]])):
