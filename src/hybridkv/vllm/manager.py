@@ -25,6 +25,8 @@ from hybridkv.vllm.requests import Admissions, Decoded, EngineRequest, Mirrors, 
 from hybridkv.vllm.specs import Config, Settings, cache_config, copied_tokens
 
 _NONE: Final = np.empty(0, np.int32)
+EXPECTED: Final = 4
+"""Waiting requests whose prefixes are evicted last. With more, prefixes that are read late displace others (0036)."""
 
 
 def reference_cache(config: Config, settings: Settings) -> KVCacheManager:
@@ -98,6 +100,7 @@ class CacheManager:
         self.ahead = SlotsAhead(self.cache, self._mirrors, settings.max_model_len)
         self._due = dict[str, int]()  # by request: the token count at which its next block is full
         self._held = dict[str, BlockLock]()
+        self._expected = dict[str, Request]()  # waiting requests whose prefixes are evicted last
         self._new_ids: list[int] = []
         self._step = -1
         self._in_flight = deque[tuple[int, object]]()
@@ -184,6 +187,29 @@ class CacheManager:
             if position >= end:
                 return end - computed
             end = position  # ask again: placements may save the last block boundary of the shorter chunk
+
+    def expect(self, waiting: Iterable[EngineRequest]) -> None:
+        """Evict the prefixes of the next requests last, until these begin or end. ``lru`` does not rank prefixes.
+
+        Args:
+            waiting: waiting requests, the next one first. Those that a connector loads are passed over.
+        """
+        if not self.cache.eviction_policy.ranks:
+            return
+        left = EXPECTED
+        for request in waiting:
+            mine = self._mirrors.known(request.request_id)
+            if mine is not None and mine.row >= 0:
+                continue
+            if request.request_id not in self._expected:
+                mine = self._expected[request.request_id] = self._mirrors.of(request)
+                self.cache.eviction_policy.expect(mine)
+            left -= 1
+            if not left:
+                break
+
+    def _expect_no_longer(self, request_id: str) -> None:
+        self.cache.eviction_policy.expect_no_longer(self._expected.pop(request_id))
 
     # -- look-up
 
@@ -288,8 +314,11 @@ class CacheManager:
                 reserved=reserved_blocks,
                 has_running=has_scheduled_reqs,
             )
-            if new is not None and not delay_cache_blocks:
-                self.ahead.served[name] = mine
+            if new is not None:
+                if not delay_cache_blocks:
+                    self.ahead.served[name] = mine
+                if name in self._expected:
+                    self._expect_no_longer(name)
         return None if new is None else self._with_owed(name, Blocks(new), skip_zeroing_group_ids)
 
     def _with_owed(self, request_id: str, new: Blocks, uncleared: tuple[int, ...] = ()) -> Blocks:
@@ -352,6 +381,8 @@ class CacheManager:
         name = request.request_id
         self.ahead.forget(name)
         self._due.pop(name, None)
+        if name in self._expected:
+            self._expect_no_longer(name)
         self._admissions.forget(name)
         mine = self._mirrors.known(name)
         keeps = self.cache.bounds.keeps_resume_points or not self.cache.checkpoints.idle

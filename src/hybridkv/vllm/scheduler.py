@@ -124,6 +124,8 @@ class Scheduler(TheirScheduler):  # type: ignore[misc] # vLLM is not typed here
                 self.kv_cache_manager.ahead.give(self.running, most, self.vllm_config.num_lookahead_tokens)
                 output = super().schedule(throttle_prefills)
             self.complete(output)
+            if self.waiting:
+                self.kv_cache_manager.expect(self.waiting)
         self.kv_cache_manager.scheduled(output)
         return output
 
