@@ -5,8 +5,8 @@
 No forwards: an output token depends only on its request and its place, so all schedulers write the same texts. A load
 draws its policy, chunked prefill, tokens of a step, memory, arrivals, shared heads, second turns and output lengths
 from its seed. Each scheduler runs a load on its own: decisions differ, so steps cannot be compared one by one. The
-natural layout gets as many bytes as stock's blocks take. Fails if a model is never preempted, or if ours preempts more
-often in total, or hits fewer tokens, than stock. See docs/design/0036.
+natural layout gets as many bytes as stock's blocks take. Fails if a model is never preempted, if ours preempts more
+often in total, or hits fewer tokens, than stock, or if no waiting request is expected. See docs/design/0036.
 """
 
 import argparse
@@ -129,7 +129,7 @@ class Counts:
     """What comes of loads, added up.
 
     hits: tokens that first admissions found. computed: tokens of all steps. waited: steps from arrival to the first
-    admission. took: steps from arrival to the end.
+    admission. took: steps from arrival to the end. expected: waiting requests whose prefixes go last, over all steps.
     """
 
     steps: int = 0
@@ -138,6 +138,7 @@ class Counts:
     computed: int = 0
     waited: int = 0
     took: int = 0
+    expected: int = 0
 
     def __iadd__(self, other: "Counts") -> Self:
         for one in fields(self):
@@ -179,6 +180,8 @@ class Side:
                 raise SystemExit(f"load {self.load.seed} never ends: {len(self.scheduler.requests)} requests are left")
         if self.scheduler.kv_cache_manager.usage:
             raise SystemExit(f"load {self.load.seed}: blocks are in use after the last request")
+        if getattr(self.scheduler.kv_cache_manager, "_expected", ()):
+            raise SystemExit(f"load {self.load.seed}: requests are expected after the last one")
         return counts
 
     def add(self, number: int, ask: Ask) -> None:
@@ -193,6 +196,7 @@ class Side:
             counts.hits += one.num_computed_tokens
             counts.waited += counts.steps - asks[int(one.req_id)].step
         counts.computed += output.total_num_scheduled_tokens
+        counts.expected += len(getattr(scheduler.kv_cache_manager, "_expected", ()))
         sampled, ends = list[list[int]](), dict[str, int]()
         for name in output.num_scheduled_tokens:
             request = scheduler.requests[name]
@@ -271,6 +275,8 @@ def faults(name: str, totals: dict[str, Counts]) -> Iterator[str]:
             yield f"{name}, {title}: {found.preemptions} preemptions, stock has {stock.preemptions}"
         if found.hits < stock.hits:
             yield f"{name}, {title}: {found.hits} hit tokens, stock has {stock.hits}"
+        if title != "stock" and not found.expected:
+            yield f"{name}, {title}: no waiting request was expected"
 
 
 def main() -> int:

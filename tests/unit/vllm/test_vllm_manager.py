@@ -33,6 +33,7 @@ from engine_groups import (
 from hybridkv import vllm
 from hybridkv.cache import KVCacheManager
 from hybridkv.errors import ConfigError
+from hybridkv.eviction import HAZARD
 from hybridkv.request import Request
 from hybridkv.spec_fields import Feature
 from hybridkv.specs import RequestLimits
@@ -65,6 +66,14 @@ class Gathers(OffloadingConnector):
 class InPool:
     def bind_gpu_block_pool(self, pool: object) -> None:
         pass
+
+
+def finish(cache: CacheManager, request: Asked) -> None:
+    """Compute the prompt of a request, its whole blocks first, and end it."""
+    whole = len(request.block_hashes) * SIZE
+    run(cache, request, whole)
+    run(cache, request, request.num_tokens - whole)
+    cache.free(request)
 
 
 def test_vllm_manager_hits_and_tables_match_the_core() -> None:
@@ -128,6 +137,43 @@ def test_vllm_manager_state_is_not_hit_before_its_step() -> None:
     with cache.step():
         blocks, hits, _ = cache.get_computed_blocks(second)
         assert cache.allocate_slots(second, 1, hits, blocks) is not None
+
+
+@pytest.mark.parametrize("specs", [(FullAttentionSpec(),), (FullAttentionSpec(), MambaSpec())])
+@pytest.mark.parametrize("ends", ["begins", "aborted"])
+def test_vllm_manager_evicts_the_prefix_of_a_waiting_request_last(specs: tuple[object, ...], ends: str) -> None:
+    found = []
+    for waits in (False, True):
+        cache, request = manager(*specs, eviction=HAZARD), Asked("next", [*PROMPT, 1, 2, 3])
+        finish(cache, Asked("first", PROMPT))
+        if waits:
+            with cache.step():
+                cache.expect([request])
+        for number in range(8):
+            finish(cache, Asked(f"other {number}", [20 + number] * len(PROMPT)))
+        found.append(cache.get_computed_blocks(request)[1])
+        cache.cache.check()
+    assert found == [0, 12]
+    if ends == "begins":
+        run(cache, request, request.num_tokens)
+        assert not cache._expected
+        return
+    cache.free(request)
+    for number in range(8):
+        finish(cache, Asked(f"another {number}", [40 + number] * len(PROMPT)))
+    assert cache.get_computed_blocks(request)[1] == 0
+
+
+def test_vllm_manager_expects_the_next_requests_that_hold_nothing() -> None:
+    cache, lru = manager(FullAttentionSpec(), eviction=HAZARD), manager(FullAttentionSpec())
+    asked = [Asked(str(number), [number] * 5) for number in range(8)]
+    run(cache, asked[1], 5)
+    for one in (cache, lru):
+        one.expect(asked[:3])
+        one.expect(asked)
+    assert [*cache._expected] == ["0", "2", "3", "4"]
+    assert not lru._expected
+    assert lru._mirrors.known("0") is None
 
 
 def test_vllm_manager_skips_steps_without_output() -> None:
