@@ -211,7 +211,7 @@ def options_of(model: Path, match: Match, side: str, regime: Regime, *, first: b
         transfer["kv_connector_extra_config"] = dict(regime.varied)
     if regime.several:
         stores = match.name == "llama" and not natural  # ExampleConnector takes models of one group in vLLM's layout
-        transfer = several(transfer, model.with_name("stored") if stores else None)
+        transfer = several(transfer, model.with_name(f"stored, {side}") if stores else None)
     asked = regime.first if first else regime.second
     little = {"num_gpu_blocks_override": LITTLE[side]} if regime.little and not first else {}
     ahead: dict[str, Any] = {"async_scheduling": True} if regime.ahead else {}
