@@ -26,7 +26,7 @@ from hybridkv.vllm.specs import Config, Settings, cache_config, copied_tokens
 
 _NONE: Final = np.empty(0, np.int32)
 EXPECTED: Final = 4
-"""Waiting requests whose prefixes are evicted last. With more, prefixes that are read late displace others (0036)."""
+"""Waiting requests whose prefixes are evicted last. With 8 or 16, the natural layout hit less (0036)."""
 
 
 def reference_cache(config: Config, settings: Settings) -> KVCacheManager:
