@@ -9,6 +9,8 @@
     reference-lru  the same with the eviction of vLLM (only where --variants names it)
     reference-32   the same as reference with --prefix-match-unit 32 (hybrids only)
     natural        --scheduler-cls hybridkv.vllm.NaturalScheduler and its worker
+    reference-in-order, natural-in-order
+                   the same with max_overtaken 0: first come, first served (only where --variants names them)
 
 Models have seeded weights; vllm_loads.py has them and the loads. In each round every variant runs every load once, with
 an empty cache. A run is an engine in a process of its own: a fork of this process, which has imported vLLM. The engines
@@ -22,7 +24,8 @@ Loads over HTTP start one server after the other (vllm_http.py).
 The clock is the processor time of the engine's process, or of the server's. Other work on the machine changes it less.
 
     rate           output tokens per processor second
-    first token    from a request's arrival to its first token, queue included: the mean; over HTTP on the wall clock
+    first token    from a request's arrival to its first token, queue included: the mean, and the most of all rounds;
+                   over HTTP the mean on the wall clock
     hits           prompt tokens found in the cache
 
 Outputs must equal those of *stock*, except after a near-tie of the two best logits (tests/vllm/generation.py): where a
@@ -61,6 +64,12 @@ STEPS_OF_A_TURN: Final = 8
 STOCK: Final = "stock"
 _REFERENCE: Final = {"scheduler_cls": "hybridkv.vllm.Scheduler"}
 _RANKED: Final = {"additional_config": {"hybridkv": {"eviction": "hazard"}}}
+_NATURAL: Final = {
+    "scheduler_cls": "hybridkv.vllm.NaturalScheduler",
+    "worker_cls": "hybridkv.vllm.NaturalWorker",
+    "enable_prefix_caching": False,
+}
+_IN_ORDER: Final = {"additional_config": {"hybridkv": {"eviction": "hazard", "max_overtaken": 0}}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +95,9 @@ VARIANTS: Final = (
     Variant("reference", {**_REFERENCE, **_RANKED}),
     Variant("reference-lru", {**_REFERENCE, "additional_config": {"hybridkv": {"eviction": "lru"}}}, default=False),
     Variant("reference-32", {**_REFERENCE, **_RANKED}, has_unit=True),
-    Variant(
-        "natural",
-        {
-            "scheduler_cls": "hybridkv.vllm.NaturalScheduler",
-            "worker_cls": "hybridkv.vllm.NaturalWorker",
-            "enable_prefix_caching": False,
-        },
-    ),
+    Variant("reference-in-order", {**_REFERENCE, **_IN_ORDER}, default=False),
+    Variant("natural", _NATURAL),
+    Variant("natural-in-order", {**_NATURAL, **_IN_ORDER}, default=False),
 )
 
 
@@ -127,6 +131,7 @@ def play(watched: Any, load: Load, turn: Callable[[], None]) -> dict[str, Any]: 
         "seconds": seconds,
         "steps": steps,
         "first_token_ms": 1000 * fmean(player.first_token_s),
+        "slowest_first_token_ms": 1000 * max(player.first_token_s),
         "prompt_tokens": player.prompt_tokens,
         "hit_tokens": player.hit_tokens,
         "output_tokens": sum(len(answer) for turns in player.answers for answer in turns),
@@ -315,11 +320,14 @@ def rows(runs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
             if not done:
                 yield row | {"error": every[0]["error"]}
                 continue
+            # not measured over HTTP
+            slowest = [one["slowest_first_token_ms"] for one in done if "slowest_first_token_ms" in one]
             ratios = [_rate(one) / best[one["round"]] for one in done if one["round"] in best]
             yield row | {
                 "rate": median(_rate(one) for one in done),
                 "ratio": median(ratios) if ratios else None,
                 "first_token_ms": median(one["first_token_ms"] for one in done),
+                "slowest_first_token_ms": max(slowest, default=None),
                 "hits": done[0]["hit_tokens"] / done[0]["prompt_tokens"],
                 "preemptions": done[0]["preemptions"],
                 "compared": done[0]["compared"],
@@ -340,6 +348,7 @@ HEADER: Final = (
     "tokens per CPU second",
     "of stock's best",
     "first token, ms",
+    "slowest first token, ms",
     "hit",
     "preemptions",
     "outputs",
@@ -350,13 +359,14 @@ def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the cells of a row of the table, as HEADER names them."""
     first = (row["model"], row["load"], str(row["memory_mib"]), row["variant"])
     if "error" in row:
-        return (*first, "", "", "", "", "", "does not start")
+        return (*first, *[""] * 6, "does not start")
     outputs = "equal" if not row["near_ties"] else f"equal, {row['near_ties']} near-ties"
     return (
         *first,
         f"{row['rate']:,.0f}",
         "" if row["ratio"] is None else f"{row['ratio']:.2f}",
         f"{row['first_token_ms']:,.0f}",
+        "" if row["slowest_first_token_ms"] is None else f"{row['slowest_first_token_ms']:,.0f}",
         f"{row['hits']:.1%}",
         str(row["preemptions"]),
         f"{row['differences']} differences" if row["differences"] else outputs,

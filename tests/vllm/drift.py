@@ -51,6 +51,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
@@ -63,7 +64,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -77,6 +78,7 @@ from hybridkv.errors import ConfigError
 from hybridkv.vllm.connector import TierConnector, TierStats
 from hybridkv.vllm.manager import Block, Blocks, CacheManager, Coordinator, Pool
 from hybridkv.vllm.nixl import NaturalNixlWorker
+from hybridkv.vllm.queue import Queued, WaitingByPrefix
 from hybridkv.vllm.requests import EngineRequest, SlotsAhead
 
 RELEASE = ".".join(vllm.__version__.split(".")[:2])
@@ -127,6 +129,7 @@ IN_SCHEDULERS = (
     "running",
     "use_v2_model_runner",
     "vllm_config",
+    "waiting",
 )
 """Set by their constructor, read or replaced by ours."""
 FIELDS = {
@@ -254,6 +257,7 @@ NAMED = (
     CacheHitSource.DISK,
     KVCacheLayout.is_block_compact,
     KVCacheLayout.is_block_outermost,
+    RequestStatus.WAITING,
     current_platform.is_cpu,
     current_platform.is_cuda_alike,
     set_current_vllm_config,
@@ -436,7 +440,8 @@ def public(kind: type) -> dict[str, Any]:
 
 
 def drifted() -> Iterator[str]:
-    for theirs, kind in ((KVCacheManager, CacheManager), (KVCacheBlocks, Blocks)):
+    of_ours = ((KVCacheManager, CacheManager), (KVCacheBlocks, Blocks), (RequestQueue, WaitingByPrefix))
+    for theirs, kind in of_ours:
         for name, method in public(theirs).items():
             if name in NOT_ASKED:
                 continue
@@ -576,7 +581,7 @@ def not_set() -> Iterator[str]:
         (Scheduler.__init__, IN_SCHEDULERS),
         (GPUModelRunner, IN_RUNNERS),
         (InputBatch, IN_BATCHES),
-        (Request, (*EngineRequest.__annotations__, *public(EngineRequest))),
+        (Request, (*EngineRequest.__annotations__, *public(EngineRequest), *Queued.__annotations__)),
     ):
         source = inspect.getsource(made)
         yield from (

@@ -6,7 +6,8 @@ No forwards: an output token depends only on its request and its place, so all s
 draws its policy, chunked prefill, tokens of a step, memory, arrivals, shared heads, second turns and output lengths
 from its seed. Each scheduler runs a load on its own: decisions differ, so steps cannot be compared one by one. The
 natural layout gets as many bytes as stock's blocks take. Fails if a model is never preempted, if ours preempts more
-often in total, or hits fewer tokens, than stock, or if no waiting request is expected. See docs/design/0036.
+often in total, or hits fewer tokens, than stock, or if no waiting request is expected, or overtaken. See
+docs/design/0036.
 """
 
 import argparse
@@ -52,7 +53,15 @@ PROMPT_LOOKUP = {
     "speculative_config": {"method": "ngram", "num_speculative_tokens": DRAFTS, "prompt_lookup_max": 3},
     "async_scheduling": False,
 }
-COLUMNS = ("steps", "preemptions", "hit tokens", "computed tokens", "mean steps of waiting", "mean steps in all")
+COLUMNS = (
+    "steps",
+    "preemptions",
+    "hit tokens",
+    "computed tokens",
+    "mean steps of waiting",
+    "longest of each load",
+    "mean steps in all",
+)
 
 
 class Ask(NamedTuple):
@@ -129,7 +138,8 @@ class Counts:
     """What comes of loads, added up.
 
     hits: tokens that first admissions found. computed: tokens of all steps. waited: steps from arrival to the first
-    admission. took: steps from arrival to the end. expected: waiting requests whose prefixes go last, over all steps.
+    admission. longest: of one request, added up over the loads. took: steps from arrival to the end. expected: waiting
+    requests whose prefixes go last, and overtaken: those that others overtook, over all steps.
     """
 
     steps: int = 0
@@ -137,8 +147,10 @@ class Counts:
     hits: int = 0
     computed: int = 0
     waited: int = 0
+    longest: int = 0
     took: int = 0
     expected: int = 0
+    overtaken: int = 0
 
     def __iadd__(self, other: "Counts") -> Self:
         for one in fields(self):
@@ -147,7 +159,8 @@ class Counts:
 
     def cells(self, requests: int) -> list[str]:
         whole = (self.steps, self.preemptions, self.hits, self.computed)
-        return [f"{one:,}" for one in whole] + [f"{one / requests:.1f}" for one in (self.waited, self.took)]
+        means = [f"{one / requests:.1f}" for one in (self.waited, self.took)]
+        return [*(f"{one:,}" for one in whole), means[0], f"{self.longest:,}", means[1]]
 
 
 class Side:
@@ -180,8 +193,9 @@ class Side:
                 raise SystemExit(f"load {self.load.seed} never ends: {len(self.scheduler.requests)} requests are left")
         if self.scheduler.kv_cache_manager.usage:
             raise SystemExit(f"load {self.load.seed}: blocks are in use after the last request")
-        if getattr(self.scheduler.kv_cache_manager, "_expected", ()):
-            raise SystemExit(f"load {self.load.seed}: requests are expected after the last one")
+        for of, name in ((self.scheduler.kv_cache_manager, "_expected"), (self.scheduler.waiting, "_overtaken")):
+            if getattr(of, name, ()):
+                raise SystemExit(f"load {self.load.seed}: requests are {name[1:]} after the last one")
         return counts
 
     def add(self, number: int, ask: Ask) -> None:
@@ -194,9 +208,11 @@ class Side:
         output = scheduler.schedule()
         for one in output.scheduled_new_reqs:
             counts.hits += one.num_computed_tokens
-            counts.waited += counts.steps - asks[int(one.req_id)].step
+            waited = counts.steps - asks[int(one.req_id)].step
+            counts.waited, counts.longest = counts.waited + waited, max(counts.longest, waited)
         counts.computed += output.total_num_scheduled_tokens
         counts.expected += len(getattr(scheduler.kv_cache_manager, "_expected", ()))
+        counts.overtaken += len(getattr(scheduler.waiting, "_overtaken", ()))
         sampled, ends = list[list[int]](), dict[str, int]()
         for name in output.num_scheduled_tokens:
             request = scheduler.requests[name]
@@ -277,6 +293,8 @@ def faults(name: str, totals: dict[str, Counts]) -> Iterator[str]:
             yield f"{name}, {title}: {found.hits} hit tokens, stock has {stock.hits}"
         if title != "stock" and not found.expected:
             yield f"{name}, {title}: no waiting request was expected"
+        if title != "stock" and not found.overtaken:
+            yield f"{name}, {title}: no waiting request was overtaken"
 
 
 def main() -> int:

@@ -112,6 +112,10 @@ class EvictionPolicy(Protocol):
         """Note that the tier below has a copy of the resume point at ``tokens`` of ``request``."""
         ...
 
+    def spares(self, needs: Sequence[int]) -> bool:
+        """Return whether ``needs`` blocks, by group, can be taken without evicting a resume point."""
+        ...
+
     def make_way(self, n: int, group: int) -> None:
         """Make room for ``n`` blocks of ``group``."""
         ...
@@ -191,6 +195,10 @@ class LeastRecentlyUsed:
 
     def note_below(self, request: Request, tokens: int, below: Below) -> None:
         """Do nothing: no resume point is known."""
+
+    def spares(self, needs: Sequence[int]) -> bool:  # noqa: ARG002 - as above
+        """Return True: no resume point is kept."""
+        return True
 
     def make_way(self, n: int, group: int) -> None:
         """Do nothing: the space evicts by itself."""

@@ -514,6 +514,11 @@ class RankedResumePoints:
 
     # -- room
 
+    def spares(self, needs: Sequence[int]) -> bool:
+        """Return whether ``needs`` blocks, by group, are free or unneeded. O(classes)."""
+        self.settle()
+        return self._space.spares(self._pool.by_class(needs), self._none)
+
     def make_way(self, n: int, group: int) -> None:
         """Evict resume points until ``n`` blocks of ``group`` are free or unneeded. O(rings) each."""
         self.settle()

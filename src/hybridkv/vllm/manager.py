@@ -101,6 +101,7 @@ class CacheManager:
         self._due = dict[str, int]()  # by request: the token count at which its next block is full
         self._held = dict[str, BlockLock]()
         self._expected = dict[str, Request]()  # waiting requests whose prefixes are evicted last
+        self._hits = dict[str, Hit]()  # by waiting request: its longest cached prefix at the last look-up
         self._new_ids: list[int] = []
         self._step = -1
         self._in_flight = deque[tuple[int, object]]()
@@ -208,6 +209,21 @@ class CacheManager:
             if not left:
                 break
 
+    def cached_tokens(self, request: EngineRequest) -> int:
+        """Return the tokens of the longest cached prefix of a waiting request."""
+        return self._longest_hit(request).tokens if self.prefix_cache_lookup_enabled(request) else 0
+
+    def evicts(self, request: EngineRequest) -> bool:
+        """Return whether a waiting request fits only if a resume point is evicted. False with ``lru``."""
+        return self._admissions.evicts(request.num_tokens - self.cached_tokens(request))
+
+    def _longest_hit(self, request: EngineRequest) -> Hit:
+        """Return the longest cached prefix of a waiting request. It is remembered until it may have changed."""
+        mine, hit = self._mirrors.of(request), self._hits.get(request.request_id)
+        if hit is None or not self.cache.is_longest_hit(mine, hit):
+            hit = self._hits[request.request_id] = self.cache.find_hit(mine)
+        return hit
+
     def _expect_no_longer(self, request_id: str) -> None:
         self.cache.eviction_policy.expect_no_longer(self._expected.pop(request_id))
 
@@ -227,7 +243,7 @@ class CacheManager:
         if not self.prefix_cache_lookup_enabled(request):
             return self.empty_kv_cache_blocks, 0, 0
         mine = self._mirrors.of(request)
-        hit = self.cache.find_hit(mine)
+        hit = self._longest_hit(request) if request.request_id in self._hits else self.cache.find_hit(mine)
         if self.tier is not None:
             self.looked_up[request.request_id] = mine, hit
         return self._found(mine, hit, max_cache_hit_length)
@@ -319,6 +335,8 @@ class CacheManager:
                     self.ahead.served[name] = mine
                 if name in self._expected:
                     self._expect_no_longer(name)
+                if name in self._hits:
+                    del self._hits[name]
         return None if new is None else self._with_owed(name, Blocks(new), skip_zeroing_group_ids)
 
     def _with_owed(self, request_id: str, new: Blocks, uncleared: tuple[int, ...] = ()) -> Blocks:
@@ -383,6 +401,8 @@ class CacheManager:
         self._due.pop(name, None)
         if name in self._expected:
             self._expect_no_longer(name)
+        if name in self._hits:
+            del self._hits[name]
         self._admissions.forget(name)
         mine = self._mirrors.known(name)
         keeps = self.cache.bounds.keeps_resume_points or not self.cache.checkpoints.idle

@@ -37,6 +37,8 @@ Int32 = NDArray[np.int32]
 
 OPTIONS: Final = "hybridkv"
 """The key of this library in vLLM's ``--additional-config``."""
+MAX_OVERTAKEN: Final = 16
+"""Default of ``max_overtaken``, measured in docs/design/0054."""
 LARGEST_BLOCK: Final = 32
 """Tokens of a block that every attention kernel supports. vLLM's blocks are larger where they fill a state's page."""
 
@@ -50,6 +52,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         eviction: name of the eviction policy; ``None`` for the default.
         kv_events: form of the KV events (docs/events.md); ``None``: exact, or raw where exact is not supported.
         requests: endpoint on which requests are published as they end (docs/traces.md); ``None`` for none.
+        max_overtaken: as in ReferenceOptions.
     """
 
     block_size: Annotated[int, msgspec.Meta(ge=1)]
@@ -57,6 +60,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     eviction: str | None = None
     kv_events: Literal["exact", "raw"] | None = None
     requests: str | None = None
+    max_overtaken: Annotated[int, msgspec.Meta(ge=0)] = MAX_OVERTAKEN
 
     @classmethod
     def of(cls, given: Mapping[str, Any], block_size: int) -> Self:
@@ -79,11 +83,14 @@ class ReferenceOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         eviction: name of the eviction policy; ``None`` for the default.
         kv_events: form of the KV events (docs/events.md); ``None``: exact, or raw where exact is not supported.
         requests: endpoint on which requests are published as they end (docs/traces.md); ``None`` for none.
+        max_overtaken: how many later requests with longer cached prefixes may pass a waiting request while memory is
+            full; 0 for strict order. ``lru`` keeps strict order.
     """
 
     eviction: str | None = None
     kv_events: Literal["exact", "raw"] | None = None
     requests: str | None = None
+    max_overtaken: Annotated[int, msgspec.Meta(ge=0)] = MAX_OVERTAKEN
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:

@@ -361,19 +361,21 @@ class _Load(NamedTuple):
 GROWTH: Final = 0.25
 """Share of the next blocks of all running requests that stays free when a request is admitted.
 
-Models with states and the natural layout only. Without it they admit more than stock and then preempt more
-(docs/design/0036, Little memory).
+Not with ``lru`` in the reference layout, unless states are saved: admissions then equal those of vLLM. Without it, more
+is admitted than by stock, and then preempted (docs/design/0036, Little memory).
 """
 
 
 def growth_of(cache: KVCacheManager) -> float:
     """Return the blocks, or slabs, that a running request takes together when all its groups need their next block.
 
-    Return 0 for the reference layout without saved states, where admissions equal those of vLLM.
+    In the reference layout without saved states, windows do not count, and nothing does with ``lru``.
     """
     if cache.bounds.follows_vllm:
-        saved = any(group.states is not None and not group.states.rotates for group in cache.groups)
-        return len(cache.groups) if saved else 0
+        if any(group.states is not None and not group.states.rotates for group in cache.groups):
+            return len(cache.groups)
+        growing_alone = [group for group in cache.config.groups if group.spec.keeps is Keeps.TOKENS]
+        return len(growing_alone) if cache.eviction_policy.ranks else 0
     growing = (
         number for number, group in enumerate(cache.config.groups) if group.spec.keeps in {Keeps.TOKENS, Keeps.WINDOW}
     )
@@ -540,6 +542,12 @@ class Admissions:
             self._restarted.add(name)
         self._mirrors.forget(name)
         request.num_computed_tokens = 0
+
+    def evicts(self, num_tokens: int) -> bool:
+        """Return whether ``num_tokens`` more tokens of a waiting request fit only if a resume point is evicted."""
+        limits = self._limits(num_tokens, 0)
+        needs = [group.peak_blocks(limits, 1, num_tokens, 0) for group in self._cache.groups]
+        return not self._cache.eviction_policy.spares(needs)
 
     def blocks_to_come(self, request_id: str, num_tokens: int, encoder_tokens: int) -> int:
         """Return the blocks that a running or loading request still needs for ``num_tokens`` tokens."""

@@ -15,6 +15,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy, maybe_convert_block_ha
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler as TheirAsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler as TheirScheduler
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 from vllm.v1.metrics.stats import PrefixCacheStats
@@ -35,6 +36,7 @@ from hybridkv.vllm.natural import (
     natural_plan,
 )
 from hybridkv.vllm.natural_config import natural_config
+from hybridkv.vllm.queue import WaitingByPrefix
 from hybridkv.vllm.specs import (
     Settings,
     choose_runner,
@@ -95,6 +97,7 @@ class Scheduler(TheirScheduler):  # type: ignore[misc] # vLLM is not typed here
         self._published = None if options.requests is None else RequestPublisher(options.requests, time.time)
         cache = reference_cache(config, settings)
         self.kv_cache_manager = CacheManager(cache, config, settings, EventConverter(config, cache, options.kv_events))
+        _order_waiting(self, options.max_overtaken)
         if self.connector is not None:
             self.connector.bind_kv_cache_manager(self.kv_cache_manager)
 
@@ -189,6 +192,7 @@ class NaturalScheduler(Scheduler):
         cache = natural_cache(made, options, settings, tiered=tiered)
         events = EventConverter(laid_out, cache, options.kv_events)
         manager = self.kv_cache_manager = CacheManager(cache, laid_out, settings, events)
+        _order_waiting(self, options.max_overtaken)
         self.need_mamba_block_aligned_split = manager.cache.bounds.keeps_checkpoints
         self.needs_kv_cache_zeroing = False  # StepWriter names the blocks, class by class
         self._writer = StepWriter(manager)
@@ -246,6 +250,13 @@ def _settings(scheduler: Any, **more: Any) -> Settings:  # noqa: ANN401 - vLLM's
         new_stats=PrefixCacheStats if manager.log_stats else None,
         **more,
     )
+
+
+def _order_waiting(scheduler: Any, max_overtaken: int) -> None:  # noqa: ANN401 - vLLM's
+    """Let waiting requests pass others while memory is full. Priorities and ``lru`` keep vLLM's order."""
+    manager, waiting = scheduler.kv_cache_manager, scheduler.waiting
+    if max_overtaken and manager.cache.eviction_policy.ranks and isinstance(waiting, FCFSRequestQueue):
+        scheduler.waiting = WaitingByPrefix(waiting, max_overtaken, manager.evicts, manager.cached_tokens)
 
 
 def require_version(version: str, option: str = "--scheduler-cls") -> None:

@@ -118,7 +118,9 @@ def test_the_ratio_is_to_the_faster_stock_of_the_same_round() -> None:
     assert found["natural"]["ratio"] == 2.0
     assert found["stock-32"]["ratio"] == pytest.approx((1 + 10 / 12) / 2)
     assert found["natural"]["rate"] == pytest.approx((120 / 2 + 120 / 5) / 2)
-    assert bench_vllm.cells(found["natural"])[4:] == ("42", "2.00", "4", "25.0%", "2", "equal")
+    assert bench_vllm.cells(found["natural"])[4:] == ("42", "2.00", "4", "", "25.0%", "2", "equal")
+    runs[2]["slowest_first_token_ms"], runs[5]["slowest_first_token_ms"] = 2000.4, 1500
+    assert bench_vllm.cells(list(rows(runs))[2])[7] == "2,000"
 
 
 def test_a_variant_that_does_not_start_and_differences_are_shown() -> None:

@@ -349,6 +349,7 @@ def test_vllm_natural_options_are_read_from_additional_config() -> None:
         ({"placement": "edges"}, "unknown placement"),
         ({"eviction": "fifo"}, "fifo"),
         ({"block_size": 0}, r"Expected `int` >= 1 - at `\$\.block_size`"),
+        ({"max_overtaken": -1}, r"Expected `int` >= 0 - at `\$\.max_overtaken`"),
     ],
 )
 def test_vllm_natural_invalid_option_is_rejected(asked: object, message: str) -> None:
