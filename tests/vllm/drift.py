@@ -51,7 +51,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState, NewRequestData, SchedulerOutput
-from vllm.v1.core.sched.request_queue import RequestQueue
+from vllm.v1.core.sched.request_queue import FCFSRequestQueue, PriorityRequestQueue, RequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
@@ -64,7 +64,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -78,7 +78,7 @@ from hybridkv.errors import ConfigError
 from hybridkv.vllm.connector import TierConnector, TierStats
 from hybridkv.vllm.manager import Block, Blocks, CacheManager, Coordinator, Pool
 from hybridkv.vllm.nixl import NaturalNixlWorker
-from hybridkv.vllm.queue import Queued, WaitingByPrefix
+from hybridkv.vllm.queue import WaitingByPrefix
 from hybridkv.vllm.requests import EngineRequest, SlotsAhead
 
 RELEASE = ".".join(vllm.__version__.split(".")[:2])
@@ -257,7 +257,6 @@ NAMED = (
     CacheHitSource.DISK,
     KVCacheLayout.is_block_compact,
     KVCacheLayout.is_block_outermost,
-    RequestStatus.WAITING,
     current_platform.is_cpu,
     current_platform.is_cuda_alike,
     set_current_vllm_config,
@@ -415,6 +414,7 @@ CAPTURED: Mapping[str, set[str]] = {
 """What vLLM's constructor hands its manager. Connectors are bound again; ``refuse_captured`` refuses all others."""
 READERS = ("v1/core", "v1/engine", "v1/metrics", "distributed", "entrypoints")
 """Folders of vLLM whose modules read a cache manager."""
+QUEUES: Mapping[str, type] = {"fcfs": FCFSRequestQueue, "priority": PriorityRequestQueue}
 PARTS: Mapping[str, type] = {
     "": CacheManager,
     "block_pool": Pool,
@@ -581,7 +581,7 @@ def not_set() -> Iterator[str]:
         (Scheduler.__init__, IN_SCHEDULERS),
         (GPUModelRunner, IN_RUNNERS),
         (InputBatch, IN_BATCHES),
-        (Request, (*EngineRequest.__annotations__, *public(EngineRequest), *Queued.__annotations__)),
+        (Request, (*EngineRequest.__annotations__, *public(EngineRequest))),
     ):
         source = inspect.getsource(made)
         yield from (
@@ -629,7 +629,7 @@ def faults() -> Iterator[str]:
 
 
 def refusals() -> Iterator[str]:
-    """Starts that are not refused, or refused without need."""
+    """Starts that are not refused, or refused without need; and queues that are replaced without need, or not."""
     for version, is_supported in (("0.31.2", False), ("0.32.1", True), ("0.33.0+cpu", True), ("0.34.0", False)):
         if refused(ours.require_version, version) != ("" if is_supported else f"this is {version}"):
             yield f"version {version} is {'refused' if is_supported else 'accepted'}"
@@ -640,6 +640,13 @@ def refusals() -> Iterator[str]:
             wanted = f"hybridkv.vllm.Async{name}" if ahead and kind == name else ""
             if refused(ours.require_class, made) != wanted:
                 yield f"{kind} with async_scheduling={ahead}: {refused(ours.require_class, made) or 'accepted'}"
+    for (policy, theirs), ranks, most in product(QUEUES.items(), (False, True), (0, 1)):
+        cache = SimpleNamespace(eviction_policy=SimpleNamespace(ranks=ranks))
+        manager = SimpleNamespace(cache=cache, evicts=None, cached_tokens=None)
+        made = SimpleNamespace(kv_cache_manager=manager, waiting=theirs())
+        ours._order_waiting(made, most)
+        if isinstance(made.waiting, WaitingByPrefix) != (policy == "fcfs" and ranks and most > 0):
+            yield f"{policy}, ranked {ranks}, max_overtaken {most}: the queue is a {type(made.waiting).__name__}"
 
 
 def refused(require: Any, given: object) -> str:  # noqa: ANN401 - a function of ours

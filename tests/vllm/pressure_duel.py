@@ -193,9 +193,10 @@ class Side:
                 raise SystemExit(f"load {self.load.seed} never ends: {len(self.scheduler.requests)} requests are left")
         if self.scheduler.kv_cache_manager.usage:
             raise SystemExit(f"load {self.load.seed}: blocks are in use after the last request")
-        for of, name in ((self.scheduler.kv_cache_manager, "_expected"), (self.scheduler.waiting, "_overtaken")):
-            if getattr(of, name, ()):
-                raise SystemExit(f"load {self.load.seed}: requests are {name[1:]} after the last one")
+        of, waiting = self.scheduler.kv_cache_manager, self.scheduler.waiting
+        for holder, name in ((of, "_expected"), (of, "_hits"), (waiting, "_overtaken")):
+            if getattr(holder, name, ()):
+                raise SystemExit(f"load {self.load.seed}: {name} has requests after the last one")
         return counts
 
     def add(self, number: int, ask: Ask) -> None:

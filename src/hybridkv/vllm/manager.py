@@ -10,7 +10,7 @@ lacks raises ConfigError.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Self
 
@@ -25,6 +25,7 @@ from hybridkv.vllm.requests import Admissions, Decoded, EngineRequest, Mirrors, 
 from hybridkv.vllm.specs import Config, Settings, cache_config, copied_tokens
 
 _NONE: Final = np.empty(0, np.int32)
+_NEVER: Final[tuple[int, Hit | None]] = (-1, None)
 EXPECTED: Final = 4
 """Waiting requests whose prefixes are evicted last. With 8 or 16, the natural layout hit less (0036)."""
 
@@ -101,7 +102,7 @@ class CacheManager:
         self._due = dict[str, int]()  # by request: the token count at which its next block is full
         self._held = dict[str, BlockLock]()
         self._expected = dict[str, Request]()  # waiting requests whose prefixes are evicted last
-        self._hits = dict[str, Hit]()  # by waiting request: its longest cached prefix at the last look-up
+        self._hits = dict[str, tuple[int, Hit]]()  # by waiting request: the last step that looked, and what it found
         self._new_ids: list[int] = []
         self._step = -1
         self._in_flight = deque[tuple[int, object]]()
@@ -189,7 +190,7 @@ class CacheManager:
                 return end - computed
             end = position  # ask again: placements may save the last block boundary of the shorter chunk
 
-    def expect(self, waiting: Iterable[EngineRequest]) -> None:
+    def expect(self, waiting: Collection[EngineRequest]) -> None:
         """Evict the prefixes of the next requests last, until these begin or end. ``lru`` does not rank prefixes.
 
         Args:
@@ -197,7 +198,9 @@ class CacheManager:
         """
         if not self.cache.eviction_policy.ranks:
             return
-        left = EXPECTED
+        first, left = next(iter(waiting), None), EXPECTED
+        if first is None or (first.request_id in self._expected and len(self._expected) >= min(left, len(waiting))):
+            return  # nobody came to the front, as in most steps
         for request in waiting:
             mine = self._mirrors.known(request.request_id)
             if mine is not None and mine.row >= 0:
@@ -210,7 +213,10 @@ class CacheManager:
                 break
 
     def cached_tokens(self, request: EngineRequest) -> int:
-        """Return the tokens of the longest cached prefix of a waiting request."""
+        """Return the tokens of the longest cached prefix of a waiting request, as of the first call of the step."""
+        step, hit = self._hits.get(request.request_id, _NEVER)
+        if hit is not None and step == self._step:
+            return hit.tokens
         return self._longest_hit(request).tokens if self.prefix_cache_lookup_enabled(request) else 0
 
     def evicts(self, request: EngineRequest) -> bool:
@@ -219,9 +225,10 @@ class CacheManager:
 
     def _longest_hit(self, request: EngineRequest) -> Hit:
         """Return the longest cached prefix of a waiting request. It is remembered until it may have changed."""
-        mine, hit = self._mirrors.of(request), self._hits.get(request.request_id)
+        mine, (_, hit) = self._mirrors.of(request), self._hits.get(request.request_id, _NEVER)
         if hit is None or not self.cache.is_longest_hit(mine, hit):
-            hit = self._hits[request.request_id] = self.cache.find_hit(mine)
+            hit = self.cache.find_hit(mine)
+        self._hits[request.request_id] = self._step, hit
         return hit
 
     def _expect_no_longer(self, request_id: str) -> None:
@@ -329,6 +336,7 @@ class CacheManager:
                 whole=full_sequence_must_fit,
                 reserved=reserved_blocks,
                 has_running=has_scheduled_reqs,
+                others_wait=len(self._expected) > (name in self._expected),
             )
             if new is not None:
                 if not delay_cache_blocks:

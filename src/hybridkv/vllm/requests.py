@@ -361,8 +361,8 @@ class _Load(NamedTuple):
 GROWTH: Final = 0.25
 """Share of the next blocks of all running requests that stays free when a request is admitted.
 
-Not with ``lru`` in the reference layout, unless states are saved: admissions then equal those of vLLM. Without it, more
-is admitted than by stock, and then preempted (docs/design/0036, Little memory).
+In the reference layout without saved states, only while others wait, and not with ``lru``: admissions then equal those
+of vLLM. Without it, more is admitted than by stock, and then preempted (docs/design/0036, Little memory).
 """
 
 
@@ -374,8 +374,8 @@ def growth_of(cache: KVCacheManager) -> float:
     if cache.bounds.follows_vllm:
         if any(group.states is not None and not group.states.rotates for group in cache.groups):
             return len(cache.groups)
-        growing_alone = [group for group in cache.config.groups if group.spec.keeps is Keeps.TOKENS]
-        return len(growing_alone) if cache.eviction_policy.ranks else 0
+        full_attention = [group for group in cache.config.groups if group.spec.keeps is Keeps.TOKENS]
+        return len(full_attention) if cache.eviction_policy.ranks else 0
     growing = (
         number for number, group in enumerate(cache.config.groups) if group.spec.keeps in {Keeps.TOKENS, Keeps.WINDOW}
     )
@@ -395,6 +395,7 @@ class Admissions:
         self._blocks_move = cache.placement is not None
         self._states = tuple(group.states for group in cache.groups if group.states is not None)
         self._growth = GROWTH * growth_of(cache)
+        self._grows_for_waiting = cache.bounds.follows_vllm and all(one.rotates for one in self._states)
         self._limits = lru_cache(1024)(  # a waiting request asks in each step
             lambda tokens, encoder_tokens: RequestLimits(
                 min(tokens, settings.max_model_len),
@@ -429,6 +430,7 @@ class Admissions:
         whole: bool,
         reserved: int,
         has_running: bool,
+        others_wait: bool,
     ) -> KVCacheBlocks | None:
         """Return the new columns of a request, or ``None`` if they do not fit. Names follow vLLM's allocate_slots.
 
@@ -445,6 +447,8 @@ class Admissions:
             whole: whether all tokens of the request must fit.
             reserved: blocks that other requests still need.
             has_running: whether any request runs; if so, the watermark and the blocks to grow stay free.
+            others_wait: whether other requests wait. In the reference layout without saved states, no block stays free
+                to grow unless they do: admissions then equal those of vLLM.
         """
         name, loaded, loads = request.request_id, hit_tokens + external, external > 0
         comes_whole = delayed and loaded == request.num_tokens
@@ -461,7 +465,8 @@ class Admissions:
         if external < 0 and hit is not None:
             # negative: the connector has fewer tokens than the hit, and vLLM computes the difference again
             hit, hit_tokens, external = self._cut(hit, loaded), loaded, 0
-        spare = self._watermark + self._blocks_to_grow() if has_running else 0
+        grows = others_wait or not self._grows_for_waiting
+        spare = self._watermark + (self._blocks_to_grow() if grows else 0) if has_running else 0
         plan = self._cache.plan_slots(
             mine,
             new_tokens,

@@ -253,7 +253,7 @@ def _settings(scheduler: Any, **more: Any) -> Settings:  # noqa: ANN401 - vLLM's
 
 
 def _order_waiting(scheduler: Any, max_overtaken: int) -> None:  # noqa: ANN401 - vLLM's
-    """Let waiting requests pass others while memory is full. Priorities and ``lru`` keep vLLM's order."""
+    """Let waiting requests overtake others while memory is full. Priorities and ``lru`` keep vLLM's order."""
     manager, waiting = scheduler.kv_cache_manager, scheduler.waiting
     if max_overtaken and manager.cache.eviction_policy.ranks and isinstance(waiting, FCFSRequestQueue):
         scheduler.waiting = WaitingByPrefix(waiting, max_overtaken, manager.evicts, manager.cached_tokens)

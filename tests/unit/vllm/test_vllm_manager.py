@@ -33,7 +33,7 @@ from engine_groups import (
 from hybridkv import vllm
 from hybridkv.cache import KVCacheManager
 from hybridkv.errors import ConfigError
-from hybridkv.eviction import HAZARD
+from hybridkv.eviction import HAZARD, LRU, Eviction
 from hybridkv.request import Request
 from hybridkv.spec_fields import Feature
 from hybridkv.specs import RequestLimits
@@ -172,6 +172,9 @@ def test_vllm_manager_expects_the_next_requests_that_hold_nothing() -> None:
         one.expect(asked[:3])
         one.expect(asked)
     assert [*cache._expected] == ["0", "2", "3", "4"]
+    cache.expect([Asked("preempted", [9] * 5), *asked])
+    assert [*cache._expected] == ["0", "2", "3", "4", "preempted"]
+    cache.expect([])
     assert not lru._expected
     assert lru._mirrors.known("0") is None
 
@@ -239,6 +242,17 @@ def test_vllm_manager_with_states_keeps_blocks_free_for_running_requests() -> No
     assert states.allocate_slots(second, 8, has_scheduled_reqs=False) is not None
     assert dense.allocate_slots(second, 8) is not None
     assert [cache.block_pool.get_num_free_blocks() for cache in (states, dense)] == [0, 0]
+
+
+@pytest.mark.parametrize(("eviction", "fits"), [(HAZARD, False), (LRU, True)])
+def test_vllm_manager_without_states_keeps_blocks_free_while_others_wait(eviction: Eviction, *, fits: bool) -> None:
+    cache = manager(FullAttentionSpec(), num_blocks=4, eviction=eviction)
+    assert run(cache, Asked("a", [1, 2, 3]), 3) is not None
+    second, third = Asked("b", list(range(10, 18))), Asked("c", list(range(20, 28)))
+    cache.expect([second, third])
+    assert (cache.allocate_slots(second, 8) is not None) == fits
+    cache.free(third)
+    assert fits or cache.allocate_slots(second, 8) is not None
 
 
 def test_vllm_manager_holds_blocks_in_flight_after_the_end() -> None:

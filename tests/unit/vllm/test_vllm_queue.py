@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
 from random import Random
 from typing import Any
 
 import pytest
 
-from engine_groups import PROMPT, Asked, FullAttentionSpec, MambaSpec, manager, run
+from engine_groups import PROMPT, SIZE, Asked, FullAttentionSpec, MambaSpec, SlidingWindowSpec, manager, run
 from hybridkv.eviction import HAZARD
 from hybridkv.vllm.queue import LOOKED_AT, WaitingByPrefix
-
-Status = Enum("Status", ["WAITING", "PREEMPTED", "WAITING_FOR_REMOTE_KVS"])
+from hybridkv.vllm.requests import GROWTH, growth_of
 
 
 @dataclass(eq=False)
@@ -24,7 +22,7 @@ class Waits:
 
     request_id: str
     cached: int = 0
-    status: Status = Status.WAITING
+    num_preemptions: int = 0
 
 
 @dataclass
@@ -75,10 +73,26 @@ def test_request_that_must_be_next_stops_those_after_it() -> None:
     assert admit(queue) == "abc"
 
 
-@pytest.mark.parametrize("status", [Status.PREEMPTED, Status.WAITING_FOR_REMOTE_KVS])
-def test_requests_that_are_not_waiting_neither_overtake_nor_are_overtaken(status: Status) -> None:
-    assert admit(Memory().queue(Waits("a", 0, status), Waits("b", 9))) == "ab"
-    assert admit(Memory().queue(Waits("a"), Waits("b", 9, status), Waits("c", 99))) == "abc"
+def test_preempted_requests_are_not_overtaken() -> None:
+    assert admit(Memory().queue(Waits("a", 0, 1), Waits("b", 9))) == "ab"
+    assert admit(Memory().queue(Waits("a"), Waits("b", 9, 1), Waits("c", 99))) == "bca"
+
+
+def test_requests_that_were_skipped_go_first_and_cost_no_look_up() -> None:
+    """As vLLM's loop does with a request of an adapter for which there is no room, in each step."""
+    memory = Memory()
+    queue: Any = memory.queue(Waits("skipped"), most=3)
+    for number in range(9):
+        queue.add_request(Waits(f"a {number}", 10 + number))
+        queue.add_request(Waits(f"b {number}", 10 + number))
+        skipped = [queue.pop_request()] if queue.peek_request().request_id == "skipped" else []
+        assert len(skipped) == (number > 2)
+        assert admit(queue, 1) != "skipped"
+        queue.prepend_requests(skipped)
+        memory.looked_at.clear()
+        assert (queue.peek_request().request_id == "skipped") == (number > 1)
+        assert bool(memory.looked_at) == (number < 2)
+    assert admit(queue, 1) == "skipped"
 
 
 def test_next_request_is_chosen_again_when_others_come_or_go() -> None:
@@ -96,7 +110,7 @@ def test_next_request_is_chosen_again_when_others_come_or_go() -> None:
         lambda: queue.remove_request([*queue][3]),
         lambda: queue.remove_requests([[*queue][3], Waits("unknown")]),
         lambda: queue.prepend_request(Waits("front")),
-        lambda: queue.prepend_requests([Waits("x"), Waits("y")]),
+        lambda: queue.prepend_requests([]),
     ]
     for change in changes:
         last.cached += 1
@@ -104,9 +118,36 @@ def test_next_request_is_chosen_again_when_others_come_or_go() -> None:
         change()
         assert queue.peek_request() is last
     near: Any = memory.queue(Waits("a"))
-    assert near.peek_request().request_id == "a"
-    near.add_request(Waits("b", 1))
-    assert near.peek_request().request_id == "b"
+    for number in range(1, 2 * LOOKED_AT):
+        near.add_request(Waits(str(number), number))
+        assert near.peek_request().request_id == str(min(number, LOOKED_AT - 1))
+
+
+def test_choice_holds_until_its_prefix_is_evicted() -> None:
+    memory = Memory()
+    first, second, third = Waits("a", 2), Waits("b", 9), Waits("c", 5)
+    queue: Any = memory.queue(first, second, third)
+    assert queue.peek_request() is second
+    memory.is_full = False
+    assert queue.peek_request() is second
+    memory.is_full = True
+    second.cached = 2
+    assert queue.peek_request() is third
+    memory.is_full, third.cached = False, 0
+    assert queue.peek_request() is first
+    memory.is_full, third.cached = True, 5
+    assert queue.peek_request() is first  # the first request needs no longer prefix
+    queue.remove_requests([])
+    assert queue.peek_request() is third
+
+
+def test_removed_requests_leave_no_count() -> None:
+    queue: Any = Memory().queue(*(Waits(str(number), number) for number in range(6)), most=9)
+    assert admit(queue, 2) == "54"
+    assert queue._overtaken == dict.fromkeys("0123", 2)
+    queue.remove_requests([*queue][:2])
+    queue.remove_request([*queue][1])
+    assert queue._overtaken == {"2": 2}
 
 
 def test_requests_behind_the_first_ones_do_not_compete() -> None:
@@ -140,7 +181,17 @@ def test_order_of_arrival_equals_vllms_queue_while_memory_is_not_full() -> None:
             case "p" if known:
                 assert queue.pop_request() is known.popleft()
         assert ([*queue], len(queue), bool(queue)) == ([*known], len(known), bool(known))
-    assert not queue._overtaken
+    assert queue._overtaken.keys() <= {one.request_id for one in queue}
+
+
+def test_pop_takes_the_request_that_was_admitted() -> None:
+    memory = Memory()
+    queue: Any = memory.queue(Waits("a", 2), Waits("b", 9), Waits("c", 5))
+    for name, is_full in (("b", False), ("a", True)):
+        chosen = queue.peek_request()
+        chosen.cached, memory.is_full = 0, is_full
+        assert queue.pop_request() is chosen
+        assert chosen.request_id == name
 
 
 def test_pop_without_peek_takes_the_same_request() -> None:
@@ -163,6 +214,8 @@ def test_vllm_manager_counts_cached_tokens_of_waiting_requests(specs: tuple[obje
     cache.free(first)
     assert (cache.cached_tokens(known), cache.cached_tokens(other)) == (12, 0)
     assert cache.get_computed_blocks(known)[1] == 12
+    known.append(9)
+    assert cache.get_computed_blocks(known)[1] == 12
     unread = Asked("unread", PROMPT)
     unread.skip_reading_prefix_cache = True
     assert cache.cached_tokens(unread) == 0
@@ -171,6 +224,7 @@ def test_vllm_manager_counts_cached_tokens_of_waiting_requests(specs: tuple[obje
         run(cache, last, 12)
         run(cache, last, 2)
         cache.free(last)
+    assert cache.get_computed_blocks(known)[1] == 0  # the remembered hit was evicted
     assert cache.cached_tokens(known) == 0
     run(cache, known, known.num_tokens)
     cache.free(other)
@@ -188,3 +242,29 @@ def test_vllm_manager_knows_which_requests_evict_something() -> None:
         assert cache.evicts(ask) == (4 * (number + 1) + 6 > 19)
         assert not lru.evicts(ask)
     assert not cache.evicts(Asked("cached", [*[5] * 16, 7, 7]))  # one block more, and three are free
+
+
+def test_vllm_manager_counts_the_blocks_of_all_groups_and_those_just_freed() -> None:
+    cache = manager(FullAttentionSpec(), SlidingWindowSpec(), eviction=HAZARD)
+    asks = [Asked(f"{blocks}", [60] * SIZE * blocks) for blocks in range(1, 16)]
+    empty = [cache.evicts(ask) for ask in asks]
+    assert (empty[0], empty[-1]) == (False, True)
+    assert not any(manager(FullAttentionSpec(), eviction=HAZARD).evicts(ask) for ask in asks)
+    first = Asked("first", [1] * SIZE * 8)
+    run(cache, first, first.num_tokens)
+    ids = {one for group in cache.get_block_ids("first") for one in group} - {0}
+    cache.free(first)
+    assert [cache.evicts(ask) for ask in asks] > empty
+    cache.evict_blocks(ids)
+    assert [cache.evicts(ask) for ask in asks] == empty
+
+
+@pytest.mark.parametrize(
+    ("specs", "kept"),
+    [((FullAttentionSpec(),), 0.25), ((SlidingWindowSpec(),), 0), ((FullAttentionSpec(), SlidingWindowSpec()), 0.25)],
+)
+def test_ranked_eviction_keeps_blocks_free_for_running_requests_of_full_attention(
+    specs: tuple[object, ...], kept: float
+) -> None:
+    assert GROWTH * growth_of(manager(*specs, eviction=HAZARD).cache) == kept
+    assert not growth_of(manager(*specs).cache)
