@@ -40,7 +40,7 @@ class WaitingByPrefix:
         self._order = deque(waiting)
         self._max_overtaken, self._evicts, self._cached_tokens = max_overtaken, evicts, cached_tokens
         self._overtaken = dict[str, int]()  # by request id; requests that nobody overtook have no entry
-        self._next: EngineRequest | None = None  # the last choice, while its prefix is the longest
+        self._next: EngineRequest | None = None  # the last choice, until others come or go
 
     def __bool__(self) -> bool:
         """Return whether a request waits."""
@@ -78,10 +78,9 @@ class WaitingByPrefix:
 
     def peek_request(self) -> EngineRequest:
         """Return the next request. While memory is full, O(LOOKED_AT) look-ups when others come or go, else O(1)."""
-        first, chosen = self._order[0], self._next
-        if chosen is None or (chosen is not first and self._cached_tokens(chosen) <= self._cached_tokens(first)):
-            chosen = self._next = self._choose(first)
-        return chosen
+        if self._next is None:
+            self._next = self._choose(self._order[0])
+        return self._next
 
     def pop_request(self) -> EngineRequest:
         """Remove the request that ``peek_request`` returned last, and return it. O(requests).
