@@ -83,8 +83,8 @@ class ReferenceOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         eviction: name of the eviction policy; ``None`` for the default.
         kv_events: form of the KV events (docs/events.md); ``None``: exact, or raw where exact is not supported.
         requests: endpoint on which requests are published as they end (docs/traces.md); ``None`` for none.
-        max_overtaken: how many later requests with longer cached prefixes may pass a waiting request while memory is
-            full; 0 for strict order. ``lru`` keeps strict order.
+        max_overtaken: how many later requests with longer cached prefixes may overtake a waiting request while memory
+            is full; 0 keeps the order of arrival, as ``lru`` does.
     """
 
     eviction: str | None = None

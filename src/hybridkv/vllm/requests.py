@@ -366,13 +366,17 @@ of vLLM. Without it, more is admitted than by stock, and then preempted (docs/de
 """
 
 
+def _saves_states(cache: KVCacheManager) -> bool:
+    return any(group.states is not None and not group.states.rotates for group in cache.groups)
+
+
 def growth_of(cache: KVCacheManager) -> float:
     """Return the blocks, or slabs, that a running request takes together when all its groups need their next block.
 
     In the reference layout without saved states, windows do not count, and nothing does with ``lru``.
     """
     if cache.bounds.follows_vllm:
-        if any(group.states is not None and not group.states.rotates for group in cache.groups):
+        if _saves_states(cache):
             return len(cache.groups)
         full_attention = [group for group in cache.config.groups if group.spec.keeps is Keeps.TOKENS]
         return len(full_attention) if cache.eviction_policy.ranks else 0
@@ -395,7 +399,7 @@ class Admissions:
         self._blocks_move = cache.placement is not None
         self._states = tuple(group.states for group in cache.groups if group.states is not None)
         self._growth = GROWTH * growth_of(cache)
-        self._grows_for_waiting = cache.bounds.follows_vllm and all(one.rotates for one in self._states)
+        self._grows_for_waiting = cache.bounds.follows_vllm and not _saves_states(cache)
         self._limits = lru_cache(1024)(  # a waiting request asks in each step
             lambda tokens, encoder_tokens: RequestLimits(
                 min(tokens, settings.max_model_len),
