@@ -124,6 +124,8 @@ PADDING, FREE, ALERT = 7, 9, 4
 """Colours of unusable memory, of free memory, and of values that need attention."""
 UNKNOWN_HITS: Final = "unknown: the trace holds only lengths"
 """Text in place of a hit rate, if the trace does not say which tokens are equal."""
+LOG: Final = {"type": "log", "rangemode": "normal"}
+"""A logarithmic axis."""
 _OF_KINDS: Final[Mapping[str, int]] = {
     Keeps.TOKENS: 0,
     Keeps.WINDOW: 5,
