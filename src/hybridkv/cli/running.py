@@ -308,8 +308,6 @@ def load_plan(path: Path) -> Plan:
 
 
 weights_option: Final = partial(run_option, f"Format of the model's weights: {', '.join(WEIGHT_BYTES)}.", default=BF16)
-_NO_SOURCE_OPTIONS: Final = SourceOptions()
-_NO_PLAN_OPTIONS: Final = PlanOptions()
 
 
 def require_drafts(drafts: object, acceptance: object) -> None:
@@ -324,7 +322,7 @@ class RunOptions:
 
     model: str | None = model_option("Model: a config.json, a folder with one, or a name of `hybridkv models`.")
     plan_file: Path | None = plan_file_option()
-    planned: PlanOptions = _NO_PLAN_OPTIONS
+    planned: PlanOptions = PlanOptions()
     max_model_len: int | None = request_option(
         "Tokens of the longest request, prompt and output together.", show_default="that of the trace"
     )
@@ -335,7 +333,7 @@ class RunOptions:
         "Factor that multiplies the modelled duration of steps; 0 makes steps take no time.",
         default=_DEFAULT.time_scale,
     )
-    source: SourceOptions = _NO_SOURCE_OPTIONS
+    source: SourceOptions = SourceOptions()
     hardware: str = run_option(
         "Machine of one rank: a name of `hybridkv hardware`, or a TOML file.",
         metavar="NAME|FILE",
@@ -449,14 +447,9 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A replay that is ready to run.
+    """A replay that is ready to run; its simulation is unused so far.
 
     Attributes:
-        source: the requests.
-        summary: the summary of ``source``.
-        plan: the plan of the cache.
-        settings: how the replay runs.
-        simulation: scheduler and cache, unused so far.
         length_from: origin of the plan's maximum length, in words.
         own_length: maximum length of the model in tokens, None if unknown.
     """

@@ -23,13 +23,7 @@ _IDENTITY: Final = b"one model only.."
 
 @dataclass(frozen=True, slots=True)
 class TierMemory:
-    """The tiers to model; see ReplaySettings.
-
-    Attributes:
-        host: bytes of host memory, or a size.
-        disk: bytes of the disk, or a size; ``None`` for no disk.
-        disk_bytes_per_s: rate of the disk.
-    """
+    """The tiers to model: ``host_memory``, ``disk_memory`` and ``disk_bytes_per_s`` of ReplaySettings."""
 
     host: str | int
     disk: str | int | None
