@@ -137,7 +137,7 @@ def _record(endpoint: str, out: Path, count: int) -> None:
             if number == count:
                 return
 
-    convert(LiveRequests("engine", ended()), out)  # type: ignore[arg-type]
+    convert(LiveRequests(ended()), out)  # type: ignore[arg-type]
 
 
 async def _serve(engine: Engine, requests: Sequence[Asked]) -> Counted:

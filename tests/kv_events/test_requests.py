@@ -50,7 +50,7 @@ class Recorder:
 
 
 def traced(found: Sequence[EndedRequest]) -> list[TraceRequest]:
-    return list(LiveRequests("engine", found))
+    return list(LiveRequests(found))
 
 
 def test_recorded_requests_are_equal_where_their_tokens_are() -> None:
@@ -116,7 +116,7 @@ def test_requests_are_written_in_the_order_of_their_arrivals(tmp_path: Path) -> 
         one = running.pop()
         endings.append(ended(one, min(running, default=math.inf)))
     assert [one.arrival_s for one in endings] != sorted(one.arrival_s for one in endings)
-    assert convert(LiveRequests("engine", endings), tmp_path / "out.jsonl") == 100
+    assert convert(LiveRequests(endings), tmp_path / "out.jsonl") == 100
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text("utf-8").splitlines()]
     assert [one["timestamp"] for one in lines] == [1000 * arrival for arrival in range(100)]
     assert [one.took_s for one in TraceFile(tmp_path / "out.jsonl")] == [0.25] * 100
@@ -128,7 +128,7 @@ def test_request_is_written_before_the_recording_ends() -> None:
         yield ended(2.0, 2.5)
         raise AssertionError("the first two can be written")
 
-    requests = iter(LiveRequests("engine", endings()))
+    requests = iter(LiveRequests(endings()))
     assert [next(requests).timestamp_s, next(requests).timestamp_s] == [0.0, 1.0]
 
 

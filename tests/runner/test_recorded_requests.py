@@ -37,7 +37,7 @@ def test_replay_of_recorded_requests_counts_as_the_engine(model: str, layout: st
     least = plan_for(loaded, [190], max_model_len=190, layout=layout).memory_bytes
     plan = plan_for(loaded, [190], memory=3 * least, max_model_len=190, layout=layout)
     with RequestPublisher("tcp://127.0.0.1:*") as publisher:
-        ended = LiveRequests("engine", islice(ended_requests(publisher.endpoint, seconds=60), COUNT))
+        ended = LiveRequests(islice(ended_requests(publisher.endpoint, seconds=60), COUNT))
         recorder = Thread(target=lambda: convert(ended, trace), daemon=True)
         recorder.start()
         time.sleep(0.4)  # the subscription reaches the publisher

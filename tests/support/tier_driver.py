@@ -12,7 +12,7 @@ from hybridkv.eviction import EVERYBODY, TenantShares
 from hybridkv.eviction.choice import HAZARD, Eviction
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
-from hybridkv.simulator.tiers import DiskModel
+from hybridkv.simulator.transfers import DiskModel
 from hybridkv.specs import KVCacheSpec
 from hybridkv.step import Csr, Step, StepResult
 from hybridkv.testing.configs import full_spec, natural_model_config

@@ -41,11 +41,13 @@ from hybridkv.cli.engine_options import (
     StoredOptions,
     TierOptions,
     checking,
+    engine_length_option,
+    engine_memory_option,
     speculate_option,
 )
-from hybridkv.cli.options import cache_option, output_option, request_option, run_option
+from hybridkv.cli.options import output_option, request_option, run_option
 from hybridkv.cli.outcome import printable
-from hybridkv.cli.output import progress_bar, status
+from hybridkv.cli.output import address_of, progress_bar, status
 from hybridkv.errors import ConfigError
 from hybridkv.regular_files import write_whole
 from hybridkv.request import SamplingParams
@@ -200,7 +202,7 @@ def serve_load_command(
 
     fields: dict[str, Any] = {"ignore_eos": True} if load.ignore_eos else {}
     fields |= {} if load.temperature is None else {"temperature": load.temperature}
-    address = base_url or f"http://[{host}]:{port}" if ":" in host else base_url or f"http://{host}:{port}"
+    address = base_url or address_of(host, port)
     with connected(address, endpoint, model, api_key, fields) as server:
         with status("making prompts"):
             bodies = [server.body(one) for one in load.requests(server.encode)]
@@ -219,13 +221,8 @@ def serve_load_command(
 def engine_load_command(
     *,
     model: ModelOptions,
-    memory: str | None = cache_option("Cache memory: 8GiB, or a number of bytes.", show_default="1GiB"),
-    max_model_len: int | None = cache_option(
-        "Tokens of the longest request, prompt and output together.",
-        max=MOST_COUNT,
-        metavar="N",
-        show_default="the model's limit, or less if memory is short",
-    ),
+    memory: str | None = engine_memory_option(),
+    max_model_len: int | None = engine_length_option(),
     tiers: TierOptions,
     stored: StoredOptions,
     stepping: StepOptions,

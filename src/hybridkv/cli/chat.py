@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import signal
 import sys
 import time
@@ -28,7 +27,7 @@ from hybridkv.cli.engine_options import (
     checking,
     system_option,
 )
-from hybridkv.cli.options import cache_option
+from hybridkv.cli.options import cache_option, require_writable
 from hybridkv.cli.outcome import INTERRUPTED, printable, printable_lines
 from hybridkv.errors import ConfigError
 from hybridkv.units import format_count
@@ -63,8 +62,7 @@ def chat_command(
     params = sampling.params()
     if resume is not None and system is not None:
         raise ConfigError("the conversation of --resume has its system message: drop --system")
-    if save is not None and (save.is_dir() or not save.parent.is_dir() or not os.access(save.parent, os.W_OK)):
-        raise ConfigError(f"--save {save} cannot be written: name a file in an existing, writable folder")
+    require_writable("--save", save)
     loaded = model.load()
     from hybridkv.runner.chat import require_chat  # noqa: PLC0415  # torch takes seconds: only this command pays
     from hybridkv.runner.engine import Engine  # noqa: PLC0415  # same
@@ -87,13 +85,7 @@ def chat_command(
 
 @dataclass(slots=True)
 class _Talk:
-    """A conversation.
-
-    Attributes:
-        system: its system message.
-        said: its messages.
-        last: its last turn; None before the first one.
-    """
+    """A conversation: its system message, its messages, and its last turn (None before the first one)."""
 
     system: str | None
     said: list[Message] = field(default_factory=list)

@@ -9,7 +9,7 @@ from typing import Annotated, Final
 
 import typer
 
-from hybridkv.cli.options import output_option, request_option
+from hybridkv.cli.options import key_option, output_option
 from hybridkv.cli.output import say
 from hybridkv.cli.running import WORKLOAD, RunOptions
 from hybridkv.cli.top import MOST_BYTES, RUNNING_SUFFIX, Exposition, metrics_url, read_metrics
@@ -34,11 +34,7 @@ def doctor_command(
         ),
     ],
     options: RunOptions,
-    api_key: str | None = request_option(
-        "API key of the server, one without a salt; prefer the environment variable.",
-        envvar="HYBRIDKV_API_KEY",
-        show_default="none",
-    ),
+    api_key: str | None = key_option(),
     as_json: bool = output_option("Print the findings as JSON.", "--json", default=False),
 ) -> None:
     """Report problems, the figure that shows each, and what to change; for a trace, a replay proves each change."""

@@ -49,18 +49,20 @@ _MOST_THREADS: Final = 1 << 10
 attention_option: Final = partial(
     run_option, "Attention backend: gather, eager, triton or torch.", metavar="NAME", default="gather"
 )
+engine_memory_option: Final = partial(cache_option, "Cache memory: 8GiB, or a number of bytes.", show_default="1GiB")
+engine_length_option: Final = partial(
+    cache_option,
+    "Tokens of the longest request, prompt and output together.",
+    max=MOST_COUNT,
+    metavar="N",
+    show_default="the model's limit, or less if memory is short",
+)
 system_option: Final = partial(request_option, "System message of conversations that have no system message.")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """The model that a command runs.
-
-    Attributes:
-        model: folder, file or name of the model, as ``load`` takes it.
-        trust_remote_code: whether Python code of the model's folder may run.
-        threads: CPU threads of the model; None: OMP_NUM_THREADS, or as many as the model and the machine can use.
-    """
+    """The model that a command runs."""
 
     model: str = model_option(
         "Model to run: a folder, a .gguf file, ORG/NAME on the hub, or tiny:NAME (tiny:? lists these).", default=...
@@ -142,15 +144,7 @@ def checking(name: str) -> AbstractContextManager[None]:
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """How tokens are sampled.
-
-    Attributes:
-        max_tokens: limit of output tokens of a request.
-        temperature: sampling temperature; 0 is greedy.
-        top_p: probability mass of nucleus sampling, above 0, at most 1.
-        seed: seed of the random numbers.
-        stop: texts that end an output.
-    """
+    """How tokens are sampled."""
 
     max_tokens: int = request_option(
         "Limit of output tokens of each request that sets no max_tokens.",
@@ -180,12 +174,7 @@ class SamplingOptions:
 
 @dataclass(frozen=True, slots=True)
 class StoredOptions:
-    """The form of keys and values in pages.
-
-    Attributes:
-        kv_dtype: name of a quantization; None for the dtype of the model.
-        kv_dtype_skip_layers: layers whose keys and values are not quantized.
-    """
+    """The form of keys and values in pages."""
 
     kv_dtype: str | None = cache_option(
         f"Quantization of keys and values, with the scales in the page: {', '.join(Quantization)}.",
@@ -203,14 +192,7 @@ class StoredOptions:
 
 @dataclass(frozen=True, slots=True)
 class TierOptions:
-    """Where prefixes stay after the device evicts them.
-
-    Attributes:
-        host_memory: size of host memory; None for none.
-        disk: folder of a disk store; None for none.
-        disk_memory: size of its file.
-        store: URL of a shared store; None for none.
-    """
+    """Where prefixes stay after the device evicts them."""
 
     host_memory: str | None = cache_option(
         "Host memory that keeps prefixes after the device evicts them: 8GiB, or a number of bytes.",
@@ -264,17 +246,7 @@ class TierOptions:
 
 @dataclass(frozen=True, slots=True)
 class StepOptions:
-    """How an engine schedules, caches and computes.
-
-    Attributes:
-        max_running: limit of requests that run at once.
-        token_budget: limit of tokens in a step.
-        short_share: share of a step's tokens for short prompts; None: that of the layout.
-        no_prefix_caching: whether prefix caching is off.
-        eviction: name of the eviction policy; None: that of the layout.
-        shares: shares of tenants, as texts.
-        attention: name of the attention backend.
-    """
+    """How an engine schedules, caches and computes."""
 
     max_running: int = run_option("Limit of requests that run at once.", max=_MOST_RUNNING, metavar="N", default=64)
     token_budget: int = run_option("Limit of tokens in a step.", max=MOST_COUNT, metavar="N", default=2048)

@@ -60,13 +60,7 @@ remember_option: Final = partial(
 
 @dataclass(frozen=True, slots=True)
 class WhyOptions:
-    """How misses are explained.
-
-    Attributes:
-        explain: whether the report counts misses by reason.
-        explain_to: file for the misses of each request.
-        remember: number of evicted keys to remember; None: REMEMBERED.
-    """
+    """How misses are explained."""
 
     explain: bool = explain_option()
     explain_to: Path | None = output_option(

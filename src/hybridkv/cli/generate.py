@@ -10,7 +10,6 @@ of each tenant in ``shares``.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -36,8 +35,10 @@ from hybridkv.cli.options import (
     cache_option,
     output_option,
     request_option,
+    require_writable,
     run_option,
     skip_bad_lines_option,
+    write_file,
 )
 from hybridkv.cli.outcome import printable, printable_lines
 from hybridkv.cli.output import console, print_facts, progress_bar, share, show_tenants, table
@@ -46,7 +47,6 @@ from hybridkv.errors import ConfigError
 from hybridkv.eviction import eviction_of
 from hybridkv.planner import Plan, read_plan
 from hybridkv.planner.plan import DEFAULT_LAYOUT
-from hybridkv.regular_files import write_whole
 from hybridkv.report.caches import of_store
 from hybridkv.request import SamplingParams, output_ids
 from hybridkv.simulator.setup import require_placement
@@ -126,8 +126,7 @@ def generate_command(
         raise ConfigError("--prompt, --prompts and --messages cannot be used together: give one of them")
     if system is not None and messages is None:
         raise ConfigError("--system has no effect without conversations: give --messages FILE too")
-    if out is not None and (out.is_dir() or not out.parent.is_dir() or not os.access(out.parent, os.W_OK)):
-        raise ConfigError(f"--out {out} cannot be written: name a file in an existing, writable folder")
+    require_writable("--out", out)
     defaults = sampling.params()
     from hybridkv.runner.planning import plan_for  # noqa: PLC0415  # torch takes seconds to import
 
@@ -353,10 +352,7 @@ def _write_lines(path: Path, run: _Run) -> None:
             if prompt.messages is not None:
                 line["messages"] = [*prompt.messages, {"role": "assistant", "content": one.text}]
             lines.append(f"{json.dumps(line)}\n")
-    try:
-        write_whole(path, "".join(lines).encode())
-    except OSError as error:
-        raise ConfigError(f"--out {path} cannot be written: {error.strerror or error}") from error
+    write_file("--out", path, "".join(lines))
 
 
 def _print_tables(run: _Run, *, whole: bool = False) -> None:

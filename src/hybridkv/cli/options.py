@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields, is_dataclass
 from functools import partial, wraps
@@ -138,6 +139,12 @@ skip_bad_lines_option: Final = partial(
 explain_option: Final = partial(output_option, "Report missed prompt tokens by reason.", "--explain", default=False)
 REMEMBERED: Final = 1 << 20
 """Default number of evicted keys that are remembered to explain misses; each takes some 200 bytes."""
+key_option: Final = partial(
+    request_option,
+    "API key of the server, one without a salt; prefer the environment variable.",
+    envvar="HYBRIDKV_API_KEY",
+    show_default="none",
+)
 page_option: Final = partial(
     output_option, "Write an HTML report with charts that needs no network.", "--report", metavar="FILE.html"
 )
@@ -158,9 +165,15 @@ def checked_page(path: Path | None) -> Path | None:
     return path
 
 
-def write_page(path: Path, page: str) -> None:
-    """Write ``page`` to ``path`` in one piece. Raises ConfigError if the file cannot be written."""
+def require_writable(option: str, path: Path | None) -> None:
+    """Check the file that ``option`` names, if any. Raises ConfigError if it cannot be written."""
+    if path is not None and (path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK)):
+        raise ConfigError(f"{option} {path} cannot be written: name a file in an existing, writable folder")
+
+
+def write_file(option: str, path: Path, text: str) -> None:
+    """Write the file that ``option`` names in one piece. Raises ConfigError if it cannot be written."""
     try:
-        write_whole(path, page.encode())
+        write_whole(path, text.encode())
     except OSError as error:
-        raise ConfigError(f"--report {path} cannot be written: {error.strerror or error}") from error
+        raise ConfigError(f"{option} {path} cannot be written: {error.strerror or error}") from error

@@ -82,6 +82,11 @@ def in_words(kind: str) -> str:
     return _KINDS.get(kind, kind)
 
 
+def address_of(host: str, port: int) -> str:
+    """Return the URL of a server; an IPv6 address gets brackets."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def say(text: str) -> None:
     """Print one line on standard output without wrapping it."""
     console().print(printable(text), soft_wrap=True)

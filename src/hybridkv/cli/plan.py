@@ -20,7 +20,7 @@ from hybridkv.cli.options import (
     page_option,
     request_option,
     run_option,
-    write_page,
+    write_file,
 )
 from hybridkv.cli.outcome import printable
 from hybridkv.cli.output import console, floor, in_words, print_facts, share, table
@@ -96,7 +96,7 @@ def plan_command(
                 warnings.simplefilter("ignore", AssumptionWarning)  # _show_plan prints the assumptions
             made = _make(config, options, limits)
     if page_file is not None:
-        write_page(page_file, plan_page(made))
+        write_file("--report", page_file, plan_page(made))
     if as_json:
         print(plan_to_json(made), end="")
     else:
@@ -106,14 +106,7 @@ def plan_command(
 def _make(
     config: str | None, options: PlanOptions, limits: Mapping[str, int | None], layout: str | None = None
 ) -> Plan:
-    """Return the plan of ``options``.
-
-    Args:
-        config: the model.
-        options: options of the plan.
-        limits: more arguments of ``plan``; None: its default.
-        layout: layout to use instead of the given one.
-    """
+    """Return the plan of ``options``, in ``layout`` if given. limits: more arguments of ``plan``; None: its default."""
     if config is None:
         raise ConfigError("CONFIG is missing: give a config.json, a folder with one or a known name, or --plan FILE")
     if options.memory is None:

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 
 from hybridkv.cli.explain import WHY, WhyOptions
-from hybridkv.cli.options import checked_page, output_option, page_option, run_option, write_page
+from hybridkv.cli.options import checked_page, output_option, page_option, run_option, write_file
 from hybridkv.cli.output import (
     NAME_COLUMNS,
     UNKNOWN,
@@ -103,7 +103,7 @@ def replay_command(
             run.source, summary=summary, on_progress=on_progress, recording=recording, on_explained=on_explained
         )
     if page_file is not None and recording is not None:
-        write_page(page_file, replay_page(plan, report, recording.recorded()))
+        write_file("--report", page_file, replay_page(plan, report, recording.recorded()))
     if as_json:
         print(report.to_json(run.conditions()), end="")
         return

@@ -76,20 +76,7 @@ TraceArgument = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class SourceOptions:
-    """The options of a trace file or a workload. An option that is not given is None or False.
-
-    Attributes:
-        format: name of the trace's format.
-        trace_block_size: tokens that one Mooncake hash id stands for.
-        tokenizer: tokenizer of a trace that holds text.
-        arrivals: requests per second for traces that have no timestamps.
-        seed: seed of a workload.
-        hours: hours of arrivals of a workload.
-        rate: factor of a workload's arrival rate.
-        marks: whether a workload marks the shared prefix of each prompt.
-        limit: limit of requests.
-        skip_bad_lines: whether malformed lines are skipped.
-    """
+    """The options of a trace file or a workload. An option that is not given is None or False."""
 
     format: str | None = request_option(
         f"Format of the trace: {', '.join(FORMATS)}.", metavar="NAME", show_default="detected from its content"
@@ -208,21 +195,7 @@ plan_file_option: Final = partial(
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """The options of a plan. An option that is not given is None.
-
-    Attributes:
-        memory: cache memory of one rank.
-        block_size: tokens of a block.
-        dtype: dtype of keys and values.
-        dtype_skip_layers: layers whose keys and values are not quantized.
-        state_dtype: dtype of recurrent states.
-        mtp_layers: multi-token prediction layers that draft.
-        fields: fields of the model's config to replace, as FIELD=VALUE.
-        layout: layout of the cache.
-        placement: positions where recurrent states are saved.
-        windows_as_full: whether layers with a window keep every token.
-        tp: tensor parallel ranks.
-    """
+    """The options of a plan. An option that is not given is None."""
 
     memory: str | None = cache_option("Cache memory of one rank: 40GiB, 512MiB, or a number of bytes.")
     block_size: int | None = block_size_option()
@@ -335,8 +308,6 @@ def load_plan(path: Path) -> Plan:
 
 
 weights_option: Final = partial(run_option, f"Format of the model's weights: {', '.join(WEIGHT_BYTES)}.", default=BF16)
-_NO_SOURCE_OPTIONS: Final = SourceOptions()
-_NO_PLAN_OPTIONS: Final = PlanOptions()
 
 
 def require_drafts(drafts: object, acceptance: object) -> None:
@@ -347,26 +318,11 @@ def require_drafts(drafts: object, acceptance: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """The options of a replay. An option that is not given is None, or has the default of ReplaySettings.
-
-    Attributes:
-        model: model, as ``read_model`` takes it.
-        plan_file: plan file, instead of a model and memory.
-        planned: options of the plan.
-        max_model_len: tokens of the longest request that the plan must serve.
-        source: options of the trace or workload.
-        no_prefix_caching: whether prefix caching is off.
-        drafts: drafted tokens of each decoding request in a step.
-        acceptance: probability that a draft is accepted.
-        host_bandwidth: rate of copies to and from host memory.
-        disk_bandwidth: rate of the disk.
-        max_running, token_budget, short_share, time_scale, hardware, weights, eviction, shares, host_memory,
-            disk_memory, step_by_step: as in ReplaySettings; hardware and shares are texts.
-    """
+    """The options of a replay. An option that is not given is None, or has the default of ReplaySettings."""
 
     model: str | None = model_option("Model: a config.json, a folder with one, or a name of `hybridkv models`.")
     plan_file: Path | None = plan_file_option()
-    planned: PlanOptions = _NO_PLAN_OPTIONS
+    planned: PlanOptions = PlanOptions()
     max_model_len: int | None = request_option(
         "Tokens of the longest request, prompt and output together.", show_default="that of the trace"
     )
@@ -377,7 +333,7 @@ class RunOptions:
         "Factor that multiplies the modelled duration of steps; 0 makes steps take no time.",
         default=_DEFAULT.time_scale,
     )
-    source: SourceOptions = _NO_SOURCE_OPTIONS
+    source: SourceOptions = SourceOptions()
     hardware: str = run_option(
         "Machine of one rank: a name of `hybridkv hardware`, or a TOML file.",
         metavar="NAME|FILE",
@@ -491,14 +447,9 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A replay that is ready to run.
+    """A replay that is ready to run; its simulation is unused so far.
 
     Attributes:
-        source: the requests.
-        summary: the summary of ``source``.
-        plan: the plan of the cache.
-        settings: how the replay runs.
-        simulation: scheduler and cache, unused so far.
         length_from: origin of the plan's maximum length, in words.
         own_length: maximum length of the model in tokens, None if unknown.
     """

@@ -24,18 +24,13 @@ from hybridkv.cli.engine_options import (
     StoredOptions,
     TierOptions,
     checking,
+    engine_length_option,
+    engine_memory_option,
     in_threads,
     speculate_option,
 )
-from hybridkv.cli.options import (
-    REMEMBERED,
-    cache_option,
-    explain_option,
-    model_option,
-    output_option,
-    request_option,
-    run_option,
-)
+from hybridkv.cli.options import REMEMBERED, explain_option, model_option, output_option, request_option, run_option
+from hybridkv.cli.output import address_of
 from hybridkv.errors import ConfigError
 from hybridkv.units import MOST_COUNT, format_bytes, format_count, parse_bytes, shown
 
@@ -61,14 +56,9 @@ class KVEventsForm(StrEnum):
 def serve_command(
     *,
     model: ModelOptions,
-    memory: str | None = cache_option("Cache memory: 8GiB, or a number of bytes.", show_default="1GiB"),
+    memory: str | None = engine_memory_option(),
     tiers: TierOptions,
-    max_model_len: int | None = cache_option(
-        "Tokens of the longest request, prompt and output together.",
-        max=MOST_COUNT,
-        metavar="N",
-        show_default="the model's limit, or less if memory is short",
-    ),
+    max_model_len: int | None = engine_length_option(),
     tensor_parallel_size: int = run_option(
         "Processes that share the model's weights and cache; above 1, transformers' plan cuts the model.",
         min=1,
@@ -370,8 +360,7 @@ def _ready(name: str, sockets: Sequence[socket.socket], size: str) -> Callable[[
     if not sockets:
         return lambda: None
     host, port = sockets[0].getsockname()[:2]
-    at = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    return partial(print, f"serving {name} at {at}: {size}", flush=True)
+    return partial(print, f"serving {name} at {address_of(host, port)}: {size}", flush=True)
 
 
 def _size(engine: Engine) -> str:

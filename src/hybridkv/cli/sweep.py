@@ -24,7 +24,7 @@ from hybridkv.cli.options import (
     page_option,
     request_option,
     run_option,
-    write_page,
+    write_file,
 )
 from hybridkv.cli.outcome import printable
 from hybridkv.cli.output import UNKNOWN, console, progress_bar, say, share, table
@@ -195,7 +195,7 @@ def sweep_command(
     with processes(at_once) as executor, progress as on_done:
         done = sweep(source, cells, out, executor, at_a_time=at_once, on_done=on_done)
     if page_file is not None:
-        write_page(page_file, sweep_page(source.name, done))
+        write_file("--report", page_file, sweep_page(source.name, done))
     if as_json:
         print(json.dumps([one.document for one in done], indent=2))
         return
@@ -279,7 +279,7 @@ def tune_command(
             source, axes.values(), aims, prices, out, executor=executor, trials=trials, at_once=at_once, on_done=on_done
         )
     if page_file is not None:
-        write_page(page_file, tune_page(source.name, tried, aims))
+        write_file("--report", page_file, tune_page(source.name, tried, aims))
     if as_json:
         documents = [{**asdict(one), "cell": one.cell.to_dict(), "keeps_aims": one.keeps_aims} for one in tried]
         print(json.dumps(documents, indent=2))

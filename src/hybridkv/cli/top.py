@@ -20,7 +20,7 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
-from hybridkv.cli.options import output_option, request_option
+from hybridkv.cli.options import key_option, output_option
 from hybridkv.cli.outcome import printable
 from hybridkv.cli.output import console, table
 from hybridkv.errors import ConfigError
@@ -49,11 +49,7 @@ def top_command(
         "Time between updates, in seconds.", min=0.1, max=3600, metavar="SECONDS", default=1.0
     ),
     once: bool = output_option("Print the figures once and exit.", "--once", default=False),
-    api_key: str | None = request_option(
-        "API key of the server, one without a salt; prefer the environment variable.",
-        envvar="HYBRIDKV_API_KEY",
-        show_default="none",
-    ),
+    api_key: str | None = key_option(),
 ) -> int:
     """Show the metrics of a hybridkv or vLLM server as they change: requests, hit rate, memory, latencies.
 

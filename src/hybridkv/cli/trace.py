@@ -124,7 +124,7 @@ def _record_requests(endpoint: str, out: Path, seconds: float | None) -> None:
     lost = list[int]()
     if out.exists():
         raise FileExistsError(errno.EEXIST, "the file exists", str(out))
-    written = convert(LiveRequests(endpoint, ended_requests(endpoint, seconds, lost.append)), out)
+    written = convert(LiveRequests(ended_requests(endpoint, seconds, lost.append)), out)
     more = f", {format_count(sum(lost))} lost" if lost else ""
     say(f"{format_count(written)} requests{more}, written to {out}")
 

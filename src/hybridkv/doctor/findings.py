@@ -13,6 +13,11 @@ STATES_FIT: Final = "states_and_requests"
 SALTS: Final = "salts"
 FOUND: Final = "found"
 TIERS: Final = "tiers"
+SALTED: Final = (
+    "Prompts with a common prefix have different salts, so they share no blocks.",
+    "one salt for all requests that may share, such as those of a tenant, instead of one for each request",
+)
+"""The problem of many salts, and its remedy."""
 LITTLE: Final = 0.01
 """Smaller shares are not reported; chosen by hand."""
 MANY: Final = 100

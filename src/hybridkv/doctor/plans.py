@@ -11,6 +11,7 @@ from hybridkv.doctor.findings import (
     BLOCKS,
     LITTLE,
     MANY,
+    SALTED,
     SALTS,
     STATES_FIT,
     STATES_READ,
@@ -205,7 +206,7 @@ _HALF: Final = 0.5
 """Share of the possible hits below which blocks or salts are a problem; chosen by hand, as the limit below."""
 _UNREAD: Final = 0.05
 """Share of states that are read again, below which states are a problem."""
-_SALTED: Final = "openai"
+_WITH_SALTS: Final = "openai"
 """The trace format with salts."""
 
 
@@ -265,15 +266,7 @@ def _run(source: RequestSource, plan: Plan, settings: ReplaySettings, summary: T
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """A trace with its plan, and the checks of it.
-
-    Attributes:
-        source: the trace or workload.
-        plan: the plan of model and cache.
-        settings: how the replays run.
-        summary: counts of the trace.
-        on_replay: called before each replay with its name.
-    """
+    """A trace with its plan, and the checks of it. The fields are those of ``examine_trace``."""
 
     source: RequestSource
     plan: Plan
@@ -283,7 +276,7 @@ class _Case:
 
     def looks(self, ran: _Ran) -> Iterator[Finding]:
         """Yield the result of each check. A trace of lengths only has no checks that depend on hits."""
-        keeps_states = any(group.spec.keeps is Keeps.STATE for group in self.plan.config.groups)
+        keeps_states = bool(_of_kind(self.plan, Keeps.STATE))
         if not self.summary.tokens_known:
             yield fine(BLOCKS, "unknown: the trace holds only lengths")
             if keeps_states:
@@ -292,7 +285,7 @@ class _Case:
         shared = _shared(self.source)
         prompts = self.summary.prompt_tokens
         yield self._blocks(ran, shared, prompts)
-        if isinstance(self.source, TraceFile) and self.source.format_name == _SALTED:
+        if isinstance(self.source, TraceFile) and self.source.format_name == _WITH_SALTS:
             yield self._salts(ran, self.source, sum(shared), prompts)
         if keeps_states:
             yield self._states_read(ran)
@@ -324,8 +317,7 @@ class _Case:
         )
         if possible < LITTLE * prompts or shared >= _HALF * possible:
             return fine(SALTS, figure)
-        said = "Prompts with a common prefix have different salts, so they share no blocks."
-        change = "one salt for all requests that may share, such as those of a tenant, instead of one for each request"
+        said, change = SALTED
         self.on_replay("with one salt")
         after = _run(plain, self.plan, self.settings, self.summary).report
         proof = Proof("with one salt", "hit rate", _rate(ran.report), _rate(after))

@@ -12,6 +12,7 @@ from hybridkv.doctor.findings import (
     FOUND,
     LITTLE,
     MANY,
+    SALTED,
     SALTS,
     STATES_FIT,
     STATES_READ,
@@ -91,12 +92,7 @@ def _reasons(now: Figures) -> Iterator[Finding]:
             "Hits end at block boundaries, and many shared tokens follow the last boundary.",
             "plan with --layout natural, or a smaller --block-size",
         ),
-        (
-            SALTS,
-            MissReason.OTHER_SALT,
-            "Prompts with a common prefix have different salts, so they share no blocks.",
-            "one salt for all requests that may share, such as those of a tenant, instead of one for each request",
-        ),
+        (SALTS, MissReason.OTHER_SALT, *SALTED),
     ):
         tokens = missed.get(reason, 0.0)
         figure = f"{tokens / prompts:.2%} of the prompt tokens missed for {reason.value.replace('_', ' ')}"
@@ -162,12 +158,7 @@ def _without_tiers(now: Figures) -> Iterator[Finding]:
 
 @dataclass(frozen=True, slots=True)
 class _TierFigures:
-    """The metrics of one tier.
-
-    Attributes:
-        tier: its name.
-        now: all metrics.
-    """
+    """The metrics of the tier with the name ``tier``, among all metrics ``now``."""
 
     tier: str
     now: Figures

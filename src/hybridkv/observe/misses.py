@@ -130,14 +130,9 @@ class Miss:
 
 
 class _Cut(NamedTuple):
-    """The tokens from the end of the previous cut to before ``end``, and why they were missed.
+    """The tokens from the end of the previous cut to before ``end``, and why they were missed, as in Miss.
 
-    Attributes:
-        end: position after the last token.
-        reason: why they were missed.
-        group: the group that lost them.
-        lost: number of the earliest loss, in ``LostKeys``.
-        nearest_state: position of the last saved state before them.
+    ``lost`` is the number of the earliest loss, in ``LostKeys``.
     """
 
     end: int

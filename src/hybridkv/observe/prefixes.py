@@ -165,12 +165,7 @@ class ExactEvents:
 
 
 class _Tree:
-    """The blocks of one medium.
-
-    Args:
-        config: the config of the cache's plan.
-        medium: where the blocks are.
-    """
+    """The blocks of one medium, in a cache of the plan's ``config``."""
 
     def __init__(self, config: KVCacheConfig, medium: str | None) -> None:
         self._medium = medium

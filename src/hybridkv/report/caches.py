@@ -19,6 +19,7 @@ from hybridkv.planner.config import blocks_needed, copies_that_fit
 from hybridkv.report.page import (
     ALERT,
     FREE,
+    LOG,
     PADDING,
     UNKNOWN_HITS,
     Chart,
@@ -83,13 +84,7 @@ def _blocks(plan: Plan, tokens: int) -> tuple[int, ...]:
 
 
 def _map(plan: Plan, kinds: list[Kind], blocks: NDArray[np.int64]) -> Chart:
-    """Return a chart to scale: the weights, and a cache that is full of requests of the longest context.
-
-    Args:
-        plan: the plan to draw.
-        kinds: all kinds of groups in the plan.
-        blocks: blocks of one request of the longest context, int64[groups].
-    """
+    """Return a chart to scale: the weights, and a cache full of longest requests, each of ``blocks``, int64[groups]."""
     config = plan.config
     copies, _ = copies_that_fit(config, plan.limits, tuple(blocks.tolist()))
     parts = [(one.name, float(copies * blocks @ one.content_bytes), one.colour) for one in kinds]
@@ -116,18 +111,14 @@ def _request(plan: Plan, kinds: list[Kind], lengths: NDArray[np.int64], blocks: 
         "Cache memory of one request by its length. Attention grows with each token, a window stops growing when it is "
         "full, and a state keeps its size."
     )
-    log = {"type": "log", "rangemode": "normal"}
-    axes = {"xaxis": {"title": "tokens", "type": "log"}, "yaxis": {"title": "MiB", **log}}
+    axes = {"xaxis": {"title": "tokens", "type": "log"}, "yaxis": {"title": "MiB", **LOG}}
     return Chart("One request", said, traces, axes)
 
 
 def _fitting(plan: Plan, lengths: NDArray[np.int64], blocks: NDArray[np.int64]) -> Chart:
     fit = [copies_that_fit(plan.config, plan.limits, tuple(row))[1] for row in blocks.tolist()]
     said = "Requests of a length that fit in the cache at once, if they share no prefix."
-    axes = {
-        "xaxis": {"title": "tokens", "type": "log"},
-        "yaxis": {"title": "requests", "type": "log", "rangemode": "normal"},
-    }
+    axes = {"xaxis": {"title": "tokens", "type": "log"}, "yaxis": {"title": "requests", **LOG}}
     return Chart("Requests that fit", said, [line("requests", lengths, fit, 0, mode="lines+markers")], axes)
 
 
@@ -290,7 +281,7 @@ def _latencies(recorded: Recorded) -> Iterator[Chart]:
         "Time to first token",
         "Quantiles over the requests that arrived at about the same time.",
         _quantiles(times.arrival_s, times.first_token_s - times.arrival_s),
-        {"xaxis": _TIME, "yaxis": {"title": "seconds", "type": "log", "rangemode": "normal"}},
+        {"xaxis": _TIME, "yaxis": {"title": "seconds", **LOG}},
     )
     later = times.output_tokens > 1
     if later.any():

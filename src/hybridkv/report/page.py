@@ -124,6 +124,8 @@ PADDING, FREE, ALERT = 7, 9, 4
 """Colours of unusable memory, of free memory, and of values that need attention."""
 UNKNOWN_HITS: Final = "unknown: the trace holds only lengths"
 """Text in place of a hit rate, if the trace does not say which tokens are equal."""
+LOG: Final = {"type": "log", "rangemode": "normal"}
+"""A logarithmic axis."""
 _OF_KINDS: Final[Mapping[str, int]] = {
     Keeps.TOKENS: 0,
     Keeps.WINDOW: 5,
@@ -178,10 +180,10 @@ def kinds_of(plan: Plan) -> list[Kind]:
     return found
 
 
-def numbers(values: ArrayLike, digits: int = 6) -> list[float | None]:
-    """Return ``values`` for JSON, rounded to ``digits`` significant digits. NaN becomes null, a gap in a chart."""
+def numbers(values: ArrayLike) -> list[float | None]:
+    """Return ``values`` for JSON, rounded to six significant digits. NaN becomes null, a gap in a chart."""
     each = np.asarray(values, np.float64).tolist()
-    return [None if math.isnan(one) else float(f"{one:.{digits}g}") for one in each]
+    return [None if math.isnan(one) else float(f"{one:.6g}") for one in each]
 
 
 def line(name: str, x: ArrayLike, y: ArrayLike, colour: int, **more: Any) -> Trace:  # noqa: ANN401 - Plotly's

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf
 from typing import Any, Final
 
-from hybridkv.report.page import ALERT, UNKNOWN_HITS, Chart, Table, Trace, line, lying, numbers, page
+from hybridkv.report.page import ALERT, LOG, UNKNOWN_HITS, Chart, Table, Trace, line, lying, numbers, page
 from hybridkv.simulator import Cell, Swept, Tried
 from hybridkv.simulator.sweep import differing, in_short, in_words, machines_of
 from hybridkv.simulator.tune import Aim
@@ -87,7 +87,6 @@ def _curves(lines: dict[str, list[Swept]]) -> Iterator[Chart]:
     """Yield charts of the lines with the highest hit rates."""
     shown, many = _best(lines, _MOST_LINES)
     share = {"tickformat": ".0%", "range": [0, 1]}
-    log = {"type": "log", "rangemode": "normal"}
     hits: list[tuple[str, str, Callable[[Report], float | None], dict[str, Any]]] = []
     if _hits_known([one for cells in lines.values() for one in _served(cells)]):
         said = "Hit tokens as a share of all prompt tokens."
@@ -98,7 +97,7 @@ def _curves(lines: dict[str, list[Swept]]) -> Iterator[Chart]:
             "Time to first token over memory",
             "The p99 of all requests: 99% have their first token within this time.",
             lambda one: one["time_to_first_token_s"]["p99"] or None,
-            {"title": "seconds", **log},
+            {"title": "seconds", **LOG},
         ),
         (
             "Time per output token over memory",

@@ -28,16 +28,16 @@ _DAY_S: Final = 86400.0
 
 StopString = Annotated[str, Field(min_length=1, max_length=_MOST_STOP_CHARACTERS)]
 Text = Annotated[str, Field(min_length=1)]
-_FIRST: Final = Field(fail_fast=True)
+FAIL_FAST: Final = Field(fail_fast=True)
 """Stop at the first invalid value of a list: collecting an error for each of 262,144 values takes seconds."""
-_SOME: Final = Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
+AT_LEAST_ONE: Final = Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
 _MOST_BIASED: Final = 1 << 12
 
 _OF_ROUTERS: Final = {"no_stop_trim": (False,), "return_hidden_states": (False,)}
 """Neutral values that vllm-router adds to every body that it sends on."""
 
-Ids = Annotated[list[int], _FIRST]
-Prompts = str | Ids | Annotated[list[str], _FIRST] | Annotated[list[Ids], _FIRST]
+Ids = Annotated[list[int], FAIL_FAST]
+Prompts = str | Ids | Annotated[list[str], FAIL_FAST] | Annotated[list[Ids], FAIL_FAST]
 Schema = dict[str, Any]
 _ALIASES: Final = ("json", "schema")
 """Names of fields whose attributes have other names, because those are methods of pydantic's."""
@@ -165,7 +165,7 @@ class StructuredBody(Body):
 
     schema_: Annotated[Schema | Text | None, Field(alias="json")] = None
     regex: Text | None = None
-    choice: Annotated[list[Text], _SOME] | None = None
+    choice: Annotated[list[Text], AT_LEAST_ONE] | None = None
     grammar: Text | None = None
     json_object: bool | None = None
 
@@ -424,11 +424,11 @@ class ChatMessage(Body):
     says_nothing = {"refusal": (), "audio": (), "annotations": ([],), "function_call": ()}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], _FIRST] | None = None
+    content: str | Annotated[list[TextPart], FAIL_FAST] | None = None
     name: Text | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    tool_calls: Annotated[list[ToolCall], _FIRST] | None = None
+    tool_calls: Annotated[list[ToolCall], FAIL_FAST] | None = None
     tool_call_id: str | None = None
 
     @model_validator(mode="after")
@@ -482,7 +482,7 @@ class TemplateBody(Body):
         chat_template_kwargs: variables of the template, such as enable_thinking.
     """
 
-    tools: Annotated[list[Tool], _FIRST] | None = None
+    tools: Annotated[list[Tool], FAIL_FAST] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedChoice | None = None
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
 
@@ -537,7 +537,7 @@ class ChatBody(ChoicesBody, TemplateBody):
         **_OF_ROUTERS,
     }
 
-    messages: Annotated[list[ChatMessage], _SOME]
+    messages: Annotated[list[ChatMessage], AT_LEAST_ONE]
     max_completion_tokens: int | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
@@ -603,7 +603,7 @@ class TokenizeBody(TemplateBody):
 
     model: str | None = None
     prompt: Text | None = None
-    messages: Annotated[list[ChatMessage], _SOME] | None = None
+    messages: Annotated[list[ChatMessage], AT_LEAST_ONE] | None = None
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")

@@ -22,6 +22,9 @@ from hybridkv.errors import CacheError, ConfigError
 logger = logging.getLogger(__name__)
 
 INVALID: Final = "invalid_request_error"
+RETRY_AFTER: Final = 1
+"""Seconds after which a rejected client should try again."""
+RETRY: Final = {"Retry-After": str(RETRY_AFTER)}
 CLIENT_GONE: Final = 499
 """The status of an answer to a client that has disconnected."""
 _KINDS: Final = {

@@ -20,15 +20,13 @@ from hybridkv.serve.answers import AnswerParser, Call, Part
 from hybridkv.serve.bodies import ChatBody, ChoicesBody, CompletionBody, StreamOptions
 from hybridkv.serve.call_forms import framed
 from hybridkv.serve.formats import OBJECTS, Formats
-from hybridkv.serve.front import Front, TokenTexts
+from hybridkv.serve.front import UNFINISHED, Front, TokenTexts
 from hybridkv.serve.generation import Asked, event
 from hybridkv.serve.response_bodies import ResponseBody
 
 DEFAULT_MAX_TOKENS: Final = 16
 _MOST_MARK_TOKENS: Final = 64
 """Tokens at the end of a prompt that hold any mark, and white space after it."""
-_UNFINISHED: Final = "\N{REPLACEMENT CHARACTER}"
-"""The text of tokens that are a part of a character."""
 LEAST: Final = -9999.0
 """The log probability of an impossible token: JSON has no infinity."""
 DONE: Final = event("[DONE]")
@@ -130,7 +128,7 @@ def reasoning_tokens(front: Front, done: Completion, parser: AnswerParser) -> in
 
     def characters(count: int) -> int:
         text = str(front.loaded.tokenizer.decode(ids[:count], skip_special_tokens=False))
-        return len(text.rstrip(_UNFINISHED))
+        return len(text.rstrip(UNFINISHED))
 
     total = 0
     for begin, end in parser.thoughts:

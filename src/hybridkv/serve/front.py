@@ -33,7 +33,7 @@ from hybridkv.runner.chat import chat_ids
 from hybridkv.runner.inputs import encode
 from hybridkv.runner.load import LoadedModel, TextModel
 from hybridkv.serve.bodies import ChatMessage, EmbeddingBody, SamplingBody, TemplateBody
-from hybridkv.serve.errors import ApiError, ClientGoneError, leaves
+from hybridkv.serve.errors import RETRY, RETRY_AFTER, ApiError, ClientGoneError, leaves
 from hybridkv.serve.formats import Formats
 from hybridkv.serve.gates import ApiKeys, host_name, origin, tenant_of
 from hybridkv.serve.metrics import PREFIX, metrics_prefix
@@ -50,9 +50,8 @@ SHORT: Final = 1 << 12
 """Characters or tokens of work that takes a few milliseconds."""
 _LANES: Final = (SHORT, 1 << 16, None)
 _THREADS: Final = 2
-_REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
-RETRY_AFTER: Final = 1
-"""Seconds after which a rejected client should try again."""
+UNFINISHED: Final = "\N{REPLACEMENT CHARACTER}"
+"""The text of tokens that are a part of a character."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +118,7 @@ class Places:
                 f"{self.taken} of at most {self.most} outputs run or wait, and {count} more do not fit: try again "
                 f"after {RETRY_AFTER} s",
                 code="queue_full",
-                headers={"Retry-After": str(RETRY_AFTER)},
+                headers=RETRY,
             )
         self.taken += count
         try:
@@ -495,14 +494,14 @@ class TokenTexts:
         if before is not None:
             shown = self._decode([before])
             together = self._decode([before, token])
-            if together.startswith(shown) and not shown.endswith(_REPLACEMENT):
+            if together.startswith(shown) and not shown.endswith(UNFINISHED):
                 return together[len(shown) :]
         return self._decode([token])
 
     @staticmethod
     def utf8(text: str) -> list[int] | None:
         """Return the bytes of a token's text; ``None`` if it is a part of a character."""
-        return None if _REPLACEMENT in text else list(text.encode())
+        return None if UNFINISHED in text else list(text.encode())
 
     def _decode(self, tokens: list[int]) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)

@@ -43,12 +43,11 @@ from hybridkv.serve.messages import (
     received,
 )
 from hybridkv.serve.remote import FrontSettings, run_front
-from hybridkv.serve.server import UNWIND_S, ConnectionLimits, listen
+from hybridkv.serve.server import SIGNALS, UNWIND_S, ConnectionLimits, listen
 from hybridkv.serve.service import CountedOutputs, Service
 
 logger = logging.getLogger(__name__)
 
-_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 _MODULES_OF_MODELS: Final = "transformers_modules"
 """The package of tokenizers whose code comes with a model."""
 
@@ -221,8 +220,8 @@ class Fronts:
         asyncio.run(self._run())
 
     async def _run(self) -> None:
-        before = {one: signal.getsignal(one) for one in _SIGNALS}
-        for one in _SIGNALS:
+        before = {one: signal.getsignal(one) for one in SIGNALS}
+        for one in SIGNALS:
             asyncio.get_running_loop().add_signal_handler(one, self._drain, before)
         try:
             async with self._service:

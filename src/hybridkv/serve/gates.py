@@ -36,7 +36,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hybridkv.arguments import text
 from hybridkv.errors import ConfigError
 from hybridkv.regular_files import open_regular
-from hybridkv.serve.errors import ApiError
+from hybridkv.serve.errors import RETRY, RETRY_AFTER, ApiError
 
 TENANT_ROUTES: Final = ("/v1/", "/tokenize", "/detokenize", "/version", "/openapi.json")
 """Routes for tenants; the others concern all tenants."""
@@ -89,7 +89,6 @@ class ApiKeys:
     def __init__(self, salts: Mapping[str, str | None]) -> None:
         self._salts = {_digest(key): salt for key, salt in salts.items()}
         self.bound = frozenset(salt for salt in salts.values() if salt is not None)
-        """Salts that belong to keys."""
 
     @classmethod
     def read(cls, path: str | Path) -> ApiKeys:
@@ -281,8 +280,8 @@ class Pace:
         now = asyncio.get_running_loop().time()
         begins = max(self._free_at, now)
         if begins - now > _LONGEST_WAIT:
-            again = {"Retry-After": "1"}
-            raise ApiError(503, "the server reads too many long bodies at once: try again after 1 s", headers=again)
+            again = f"try again after {RETRY_AFTER} s"
+            raise ApiError(503, f"the server reads too many long bodies at once: {again}", headers=RETRY)
         self._free_at = begins + size * self._seconds_per_byte
         await asyncio.sleep(self._free_at - now)
 

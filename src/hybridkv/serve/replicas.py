@@ -39,12 +39,12 @@ from hybridkv.observe.block_index import BlockIndex
 from hybridkv.request import Request, StructuredOutput
 from hybridkv.runner.engine import Engine
 from hybridkv.runner.pooling import Pooling
-from hybridkv.serve.errors import ApiError
-from hybridkv.serve.front import RETRY_AFTER, Places
+from hybridkv.serve.errors import RETRY, ApiError
+from hybridkv.serve.front import Places
 from hybridkv.serve.fronts import Desk, pickled
 from hybridkv.serve.generation import Asked
 from hybridkv.serve.remote import FrontSettings, RemoteOutputs, RemoteService
-from hybridkv.serve.server import UNWIND_S
+from hybridkv.serve.server import SIGNALS, UNWIND_S
 from hybridkv.serve.service import Service
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,6 @@ T = TypeVar("T")
 
 _LENGTH: Final = 8  # bytes
 _CHECK_S: Final = 1.0
-_RETRY: Final = {"Retry-After": str(RETRY_AFTER)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +83,7 @@ class ReplicaServer:
 
     def run(self, sockets: Sequence[socket.socket]) -> None:  # noqa: ARG002  # it has none
         """Serve. Raises WorkerError once the engine has ended."""
-        for one in (signal.SIGTERM, signal.SIGINT):  # also sent to the other process, which drains first
+        for one in SIGNALS:  # also sent to the other process, which drains first
             signal.signal(one, signal.SIG_IGN)
         asyncio.run(self._run())
 
@@ -120,7 +119,7 @@ class _Replica:
         self.settings: ReplicaSettings = pickle.loads(told)  # noqa: S301 - from a process of this command
         self.place, self.process, front = place, process, self.settings.front
         over = f"replica {place} has ended, and this request with it: send it again"
-        error = ApiError(503, over, code="replica_ended", headers=_RETRY)
+        error = ApiError(503, over, code="replica_ended", headers=RETRY)
         self.service = RemoteService(front, link, lambda: lost(self), error)
         self.places, self.bodies = Places(front.most_outputs), 0
         self._index = BlockIndex()
@@ -309,7 +308,7 @@ class Replicas:
 
     def _living(self) -> list[_Replica]:
         if not self._alive:
-            raise ApiError(503, "no replica runs now: try again later", code="no_replica", headers=_RETRY)
+            raise ApiError(503, "no replica runs now: try again later", code="no_replica", headers=RETRY)
         return [*self._alive.values()]
 
     async def compile(self, client: Hashable, form: StructuredOutput) -> None:

@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator
+from pydantic import Discriminator, Tag, field_validator
 
 from hybridkv.errors import ConfigError
 from hybridkv.request import StructuredOutput
 from hybridkv.serve.bodies import (
-    MOST_MESSAGES,
+    AT_LEAST_ONE,
+    FAIL_FAST,
     Body,
     ChatMessage,
     FunctionTool,
@@ -29,10 +30,8 @@ from hybridkv.serve.bodies import (
     form_of,
 )
 
-_FIRST: Final = Field(fail_fast=True)
-_SOME: Final = Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
 _ENDED: Final = ("completed", "incomplete")
-Content = str | Annotated[list[TextPart], _FIRST]
+Content = str | Annotated[list[TextPart], FAIL_FAST]
 Fields = dict[str, Any]
 """Fields of a message, or of its part."""
 
@@ -66,7 +65,7 @@ class InputReasoning(Body):
 
     id: str | None = None
     type: Literal["reasoning"]
-    content: Annotated[list[ReasoningPart], _FIRST] | None = None
+    content: Annotated[list[ReasoningPart], FAIL_FAST] | None = None
 
     def fields(self) -> Fields:
         """Return the fields of its message."""
@@ -159,13 +158,13 @@ class ResponseBody(SamplingBody):
     }
 
     input: Annotated[
-        Annotated[Text, Tag("text")] | Annotated[list[Item], _SOME, Tag("items")],
+        Annotated[Text, Tag("text")] | Annotated[list[Item], AT_LEAST_ONE, Tag("items")],
         Discriminator(lambda given: "text" if isinstance(given, str) else "items"),
     ]
     instructions: Text | None = None
     text: TextBody | None = None
     max_output_tokens: int | None = None
-    tools: Annotated[list[ResponseTool], _FIRST] | None = None
+    tools: Annotated[list[ResponseTool], FAIL_FAST] | None = None
     tool_choice: Literal["auto", "none", "required"] | ResponseChoice | None = None
     parallel_tool_calls: bool | None = None
 

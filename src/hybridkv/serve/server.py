@@ -48,7 +48,8 @@ _MOST_DROPPED: Final = 64 << 20  # more than a request with the longest body
 _FIRST_PROBE_S: Final = 0.05
 _PROBE_S: Final = 1.0
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
-_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+"""Signals that end a server."""
 _BACKLOG: Final = 2048
 UNWIND_S: Final = 5
 """Seconds after the grace in which requests that were cut off must end; then their tasks are cancelled."""
@@ -442,7 +443,7 @@ class Server(uvicorn.Server):
     def capture_signals(self) -> Generator[None, None, None]:
         """Shut down gracefully at the first signal, within the context."""
         if threading.current_thread() is threading.main_thread():
-            self._before = {one: signal.signal(one, self.handle_exit) for one in _SIGNALS}
+            self._before = {one: signal.signal(one, self.handle_exit) for one in SIGNALS}
         try:
             yield
         finally:

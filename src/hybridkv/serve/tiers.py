@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -108,6 +108,32 @@ def cached_by_source(made: Families, hit_tokens: int, tiers: Sequence[TierSnapsh
     return made.counter("prompt_tokens_cached_by_source", said, samples, "source")
 
 
+_COUNTERS: Final[Sequence[tuple[str, str, Callable[[HostTierStatistics], int]]]] = (
+    ("read_bytes", "Bytes that came up from the tier.", lambda of: of.loaded_bytes),
+    ("write_bytes", "Bytes that went down to the tier.", lambda of: of.stored_bytes),
+    ("hit_tokens", "Prompt tokens that came up and were hit.", lambda of: of.hit_tokens),
+    ("loaded_tokens", "Tokens that came up from the tier.", lambda of: of.loaded_tokens),
+    ("promotion_jobs", "Prefixes that came up from the tier.", lambda of: of.loads),
+    ("cascade_jobs", "Resume points that went down to the tier.", lambda of: of.stores),
+    ("promotion_job_failures", "Loads that failed.", lambda of: of.loads_lost),
+    ("cascade_job_failures", "Stores that failed.", lambda of: of.lost - of.loads_lost),
+    (
+        "promotion_allocation_failures",
+        "Attempts to load for which the device had no room.",
+        lambda of: of.loads_refused,
+    ),
+    ("backpressure_stores_dropped", "Stores for which the tier had no room.", lambda of: of.stores_refused),
+)
+_GAUGES: Final[Sequence[tuple[str, str, Callable[[TierSnapshot], float]]]] = (
+    ("active_promotion_jobs", "Loads that are on their way.", lambda one: one.counts.loading),
+    ("active_cascade_jobs", "Stores that are on their way.", lambda one: one.counts.in_flight - one.counts.loading),
+    ("waiting_cascade_jobs", "Stores that wait for a transfer of their prefix.", lambda one: one.counts.stores_waiting),
+    ("capacity_bytes", "Bytes of the tier.", lambda one: one.capacity_bytes),
+    ("usage_perc", "Share of the tier that cached blocks fill, 0 to 1.", lambda one: one.usage),
+)
+"""Name, description and value of a tier's families."""
+
+
 def tier_families(made: Families, tiers: Sequence[TierSnapshot]) -> Iterator[Metric]:
     """Yield the families of ``tiers``, under vLLM's names for tiers of offloaded blocks.
 
@@ -115,45 +141,11 @@ def tier_families(made: Families, tiers: Sequence[TierSnapshot]) -> Iterator[Met
         made: makes families.
         tiers: the tiers.
     """
-    counts = [(one.name, one.counts) for one in tiers]
-    for name, said, values in (
-        ("read_bytes", "Bytes that came up from the tier.", [one.loaded_bytes for _, one in counts]),
-        ("write_bytes", "Bytes that went down to the tier.", [one.stored_bytes for _, one in counts]),
-        ("hit_tokens", "Prompt tokens that came up and were hit.", [one.hit_tokens for _, one in counts]),
-        ("loaded_tokens", "Tokens that came up from the tier.", [one.loaded_tokens for _, one in counts]),
-        ("promotion_jobs", "Prefixes that came up from the tier.", [one.loads for _, one in counts]),
-        ("cascade_jobs", "Resume points that went down to the tier.", [one.stores for _, one in counts]),
-        ("promotion_job_failures", "Loads that failed.", [one.loads_lost for _, one in counts]),
-        ("cascade_job_failures", "Stores that failed.", [one.lost - one.loads_lost for _, one in counts]),
-        (
-            "promotion_allocation_failures",
-            "Attempts to load for which the device had no room.",
-            [one.loads_refused for _, one in counts],
-        ),
-        (
-            "backpressure_stores_dropped",
-            "Stores for which the tier had no room.",
-            [one.stores_refused for _, one in counts],
-        ),
-    ):
-        samples = [((tier,), value) for (tier, _), value in zip(counts, values, strict=True)]
+    for name, said, counted in _COUNTERS:
+        samples = [((one.name,), counted(one.counts)) for one in tiers]
         yield made.counter(f"kv_offload_tiering_{name}", said, samples, "tier")
-    for name, said, shares in (
-        ("active_promotion_jobs", "Loads that are on their way.", [one.counts.loading for one in tiers]),
-        (
-            "active_cascade_jobs",
-            "Stores that are on their way.",
-            [one.counts.in_flight - one.counts.loading for one in tiers],
-        ),
-        (
-            "waiting_cascade_jobs",
-            "Stores that wait for a transfer of their prefix.",
-            [one.counts.stores_waiting for one in tiers],
-        ),
-        ("capacity_bytes", "Bytes of the tier.", [one.capacity_bytes for one in tiers]),
-        ("usage_perc", "Share of the tier that cached blocks fill, 0 to 1.", [one.usage for one in tiers]),
-    ):
-        gauges = [((one.name,), float(share)) for one, share in zip(tiers, shares, strict=True)]
+    for name, said, measured in _GAUGES:
+        gauges = [((one.name,), float(measured(one))) for one in tiers]
         yield made.gauge(f"kv_offload_tiering_{name}", said, gauges, "tier")
     filled = [((one.name, kind), size) for one in tiers for kind, size in one.cached_bytes.items()]
     yield made.gauge("kv_offload_tiering_cached_bytes", "Bytes of cached blocks, by kind.", filled, "tier", "kind")

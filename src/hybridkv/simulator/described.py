@@ -17,7 +17,7 @@ import itertools
 import json
 from array import array
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -308,14 +308,14 @@ def _bins(lengths: Sequence[int]) -> tuple[LengthBin, ...]:
     )
 
 
-def convert(source: RequestSource, path: str | Path) -> int:
+def convert(source: Iterable[TraceRequest], path: str | Path) -> int:
     """Write a source as a token-exact trace and return the number of requests.
 
     The file appears complete or not at all. Segments are numbered anew, so equal tokens stay equal, but the file has no
     ids of the source. O(pieces); memory: about 100 bytes for each segment.
 
     Args:
-        source: the trace or workload.
+        source: the requests of a trace or workload.
         path: the file to write; compressed with gzip if the name ends in .gz.
 
     Raises:
@@ -337,7 +337,7 @@ def _zipped(path: Path, raw: BinaryIO) -> AbstractContextManager[gzip.GzipFile |
     return gzip.GzipFile("", "wb", fileobj=raw, mtime=0)
 
 
-def _lines(source: RequestSource) -> Iterator[bytes]:
+def _lines(source: Iterable[TraceRequest]) -> Iterator[bytes]:
     """Yield the line of each request."""
     numbers: defaultdict[tuple[int, int], int] = defaultdict(itertools.count().__next__)
     for request in source:
@@ -345,12 +345,7 @@ def _lines(source: RequestSource) -> Iterator[bytes]:
 
 
 def _record(request: TraceRequest, numbers: defaultdict[tuple[int, int], int]) -> dict[str, object]:
-    """Return the JSON object of a request.
-
-    Args:
-        request: the request.
-        numbers: number of each segment in the file, by kind and segment of the source.
-    """
+    """Return the JSON object of a request. numbers: number of each segment in the file, by kind and segment."""
 
     def numbered(run: Pieces) -> list[list[int]] | int:
         if not request.tokens_known:

@@ -144,15 +144,12 @@ class _Affinity(Router):
 
 
 class _PrefixAware(Router):
-    """The routers ``prefix``, ``prefix:S`` and ``raw:S``."""
+    """The routers ``prefix``, ``prefix:S`` and ``raw:S``.
+
+    ``index`` estimates hits, from ``exact`` or raw events. Without an index, the caches themselves are asked.
+    """
 
     def __init__(self, index: _EventIndex | None, *, exact: bool = True) -> None:
-        """Make the router.
-
-        Args:
-            index: estimates hits; without an index, the caches themselves are asked.
-            exact: whether the index hears exact events instead of raw ones.
-        """
         self._index, self._exact = index, exact
         self._filters: dict[int, Callable[[Sequence[KVCacheEvent]], list[KVCacheEvent]]] = {}
         self.events = index is not None

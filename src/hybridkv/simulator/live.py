@@ -1,4 +1,4 @@
-"""The requests that a running engine publishes, as a source for `hybridkv trace record`."""
+"""The requests that a running engine publishes, as those of a trace, for `hybridkv trace record`."""
 
 from __future__ import annotations
 
@@ -12,33 +12,22 @@ from hybridkv.request import Hints
 from hybridkv.simulator.formats import TraceRequest
 from hybridkv.simulator.formats.texts import TokenTree, split
 from hybridkv.simulator.tokens import Pieces
-from hybridkv.simulator.trace import TraceSummary, summarise
 
 
 class LiveRequests:
-    """A RequestSource of ended requests, which are read once. KeyboardInterrupt ends it.
+    """The requests of a trace, from ended requests, which are read once. KeyboardInterrupt ends it.
 
     Requests end in another order than they arrived. One is yielded when no earlier one still runs. Requests that ended
     before their first output token are left out.
 
     Args:
-        name: name of the source.
         ended: the requests, as they end.
     """
 
-    def __init__(self, name: str, ended: Iterable[EndedRequest]) -> None:
-        self._name, self._ended = name, ended
+    def __init__(self, ended: Iterable[EndedRequest]) -> None:
+        self._ended = ended
         self._segments = itertools.count()
         self._trees: dict[str, TokenTree] = {}
-
-    @property
-    def name(self) -> str:
-        """The name in reports and messages."""
-        return self._name
-
-    def summary(self) -> TraceSummary:
-        """Read all requests and return their counts."""
-        return summarise(self, self._name)
 
     def __iter__(self) -> Iterator[TraceRequest]:
         """Yield the requests in the order of their arrivals."""

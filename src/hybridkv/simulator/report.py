@@ -279,14 +279,13 @@ class Recorded:
 
 
 class Recording:
-    """Samples of a replay."""
+    """Samples of a replay.
+
+    Args:
+        scheduler: the replayed scheduler; its cache must measure block times.
+    """
 
     def __init__(self, scheduler: Scheduler) -> None:
-        """Make an empty recording.
-
-        Args:
-            scheduler: the replayed scheduler; its cache must measure block times.
-        """
         self._scheduler = scheduler
         self._samples: list[tuple[float, ...]] = []
         self._groups = len(scheduler.cache.groups)

@@ -382,11 +382,7 @@ def _finished(
 ) -> Generator[Swept, None, None]:
     """Yield the missing cells as they are finished, by this process or by another one that claimed them.
 
-    Args:
-        place: the folder.
-        missing: cells without a file.
-        submit: starts a cell that this process claimed.
-        most: cells that run at once.
+    ``submit`` starts a cell that this process claimed; at most ``most`` run at once.
     """
     running: dict[Future[dict[str, object]], Cell] = {}
     waiting = deque(missing)

@@ -1,8 +1,7 @@
-"""The tiers of a replay: host memory, and a disk behind it that keeps the lengths of blocks in place of their bytes."""
+"""The tiers of a replay: host memory, and a disk behind it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -11,8 +10,7 @@ from hybridkv.cache import CacheOptions, KVCacheManager
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.planner import Plan, tier_plan
 from hybridkv.simulator.cost import StepCost
-from hybridkv.simulator.transfers import StoreRates, TierTransfers
-from hybridkv.stores.memory import Recency
+from hybridkv.simulator.transfers import DiskModel, StoreRates, TierTransfers
 from hybridkv.tiers import HostTier, Prefixes, StoreLookups, TierLimits, parts_of
 from hybridkv.units import format_count, parse_bytes
 
@@ -23,84 +21,9 @@ MOST_BLOCKS: Final = 1 << 25
 _IDENTITY: Final = b"one model only.."
 
 
-class DiskModel:
-    """A BlockStore of lengths: the least recently used blocks make room. Marks keep their bytes.
-
-    Args:
-        max_bytes: most bytes of all blocks.
-    """
-
-    def __init__(self, max_bytes: int) -> None:
-        self._kept = Recency(max_bytes)
-        self._marks: dict[bytes, bytes] = {}
-
-    def exists(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return for each key whether its block is kept.
-
-        Args:
-            keys: the keys.
-        """
-        return [key in self._kept for key in keys]
-
-    def get(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[bool]:
-        """Read marks.
-
-        Args:
-            keys: keys of marks.
-            into: a buffer for each.
-        """
-        for key, buffer in zip(keys, into, strict=True):
-            if key in self._kept:
-                buffer[:] = self._marks[key]
-        return self.touch(keys)
-
-    def put(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> list[bool]:
-        """Write marks.
-
-        Args:
-            keys: keys of marks.
-            blocks: the bytes of each.
-        """
-        self._marks |= {key: bytes(block) for key, block in zip(keys, blocks, strict=True)}
-        return self.admit(keys, [*map(len, blocks)])
-
-    def close(self) -> None:
-        """Do nothing."""
-
-    def admit(self, keys: Sequence[bytes], lengths: Sequence[int]) -> list[bool]:
-        """Keep blocks; return which are kept. O(blocks), amortised.
-
-        Args:
-            keys: the keys.
-            lengths: the bytes of each.
-        """
-        kept, gone = self._kept.admit(keys, lengths)
-        for key in gone:
-            self._marks.pop(key, None)
-        return kept
-
-    def touch(self, keys: Sequence[bytes]) -> list[bool]:
-        """Use blocks; return which are kept.
-
-        Args:
-            keys: the keys.
-        """
-        kept = self.exists(keys)
-        for key, is_kept in zip(keys, kept, strict=True):
-            if is_kept:
-                self._kept.touch(key)
-        return kept
-
-
 @dataclass(frozen=True, slots=True)
 class TierMemory:
-    """The tiers to model; see ReplaySettings.
-
-    Attributes:
-        host: bytes of host memory, or a size.
-        disk: bytes of the disk, or a size; ``None`` for no disk.
-        disk_bytes_per_s: rate of the disk.
-    """
+    """The tiers to model: ``host_memory``, ``disk_memory`` and ``disk_bytes_per_s`` of ReplaySettings."""
 
     host: str | int
     disk: str | int | None

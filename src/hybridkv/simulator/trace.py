@@ -407,7 +407,9 @@ class TraceFile:
                 continue
             for request in requests:
                 if request.timestamp_s < previous_s:
-                    yield self._wrong(number, _unordered(request.timestamp_s, previous_s))
+                    ms, previous_ms = request.timestamp_s * 1000, previous_s * 1000
+                    said = f"timestamp {ms:.0f} ms is before the previous request's {previous_ms:.0f} ms"
+                    yield self._wrong(number, f"{said}: sort the lines by timestamp")
                 elif request.delayed:
                     later.put(request)
                 else:
@@ -481,10 +483,3 @@ class _Later:
 def _with_remedy(error: TraceError) -> TraceError:
     """Return the error of a malformed line with the option that skips it."""
     return TraceError(f"{error}; --skip-bad-lines skips it")
-
-
-def _unordered(timestamp_s: float, previous_s: float) -> str:
-    return (
-        f"timestamp {timestamp_s * 1000:.0f} ms is before the previous request's {previous_s * 1000:.0f} ms: "
-        "sort the lines by timestamp"
-    )

@@ -12,27 +12,84 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.step import Step, StoreTransfer
-from hybridkv.stores import BlockStore
 from hybridkv.stores.marks import put_mark
+from hybridkv.stores.memory import Recency
 from hybridkv.tiers import HostTier
 
 
-class Lengths(BlockStore, Protocol):
-    """A store that keeps lengths in place of blocks."""
+class DiskModel:
+    """A BlockStore of lengths: the least recently used blocks make room. Marks keep their bytes.
+
+    Args:
+        max_bytes: most bytes of all blocks.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._kept = Recency(max_bytes)
+        self._marks: dict[bytes, bytes] = {}
+
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        """Return for each key whether its block is kept.
+
+        Args:
+            keys: the keys.
+        """
+        return [key in self._kept for key in keys]
+
+    def get(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[bool]:
+        """Read marks.
+
+        Args:
+            keys: keys of marks.
+            into: a buffer for each.
+        """
+        for key, buffer in zip(keys, into, strict=True):
+            if key in self._kept:
+                buffer[:] = self._marks[key]
+        return self.touch(keys)
+
+    def put(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> list[bool]:
+        """Write marks.
+
+        Args:
+            keys: keys of marks.
+            blocks: the bytes of each.
+        """
+        self._marks |= {key: bytes(block) for key, block in zip(keys, blocks, strict=True)}
+        return self.admit(keys, [*map(len, blocks)])
+
+    def close(self) -> None:
+        """Do nothing."""
 
     def admit(self, keys: Sequence[bytes], lengths: Sequence[int]) -> list[bool]:
-        """Keep blocks; return which are kept."""
-        ...
+        """Keep blocks; return which are kept. O(blocks), amortised.
+
+        Args:
+            keys: the keys.
+            lengths: the bytes of each.
+        """
+        kept, gone = self._kept.admit(keys, lengths)
+        for key in gone:
+            self._marks.pop(key, None)
+        return kept
 
     def touch(self, keys: Sequence[bytes]) -> list[bool]:
-        """Use blocks; return which are kept."""
-        ...
+        """Use blocks; return which are kept.
+
+        Args:
+            keys: the keys.
+        """
+        kept = self.exists(keys)
+        for key, is_kept in zip(keys, kept, strict=True):
+            if is_kept:
+                self._kept.touch(key)
+        return kept
 
 
 class StoreRates(NamedTuple):
@@ -44,7 +101,7 @@ class StoreRates(NamedTuple):
         bytes_per_s: bytes per second of simulated time, for reads and for writes.
     """
 
-    store: Lengths
+    store: DiskModel
     hash_block: int
     bytes_per_s: float
 

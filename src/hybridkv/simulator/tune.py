@@ -215,19 +215,19 @@ def tune(
     unpriced = [str(one) for one in axes["hardware"] if one not in prices]
     if unpriced:
         raise ConfigError(f"no price for {', '.join(unpriced)}: add it, for example --price {unpriced[0]}=2.5/h")
-    single = {"first_token_s": request_limit(aims, "ttft"), "per_token_s": request_limit(aims, "tpot")}
+    single: dict[str, Any] = {"first_token_s": request_limit(aims, "ttft"), "per_token_s": request_limit(aims, "tpot")}
     about = json.dumps([[asdict(one) for one in aims], prices], sort_keys=True)
     search = _Search(axes, Path(folder), trials, about)
     tried: dict[Cell, Tried] = {}
     dearest = max(prices.values()) * max(map(_number, axes["tp"])) * max(map(_number, axes["replicas"]))
     while asked := search.ask(at_once):
-        cells = [_cell(values, single) for values in asked]
+        cells = [Cell.of(**values, **single) for values in asked]
         for swept in sweep(source, _new(cells, tried), folder, executor):
             tried[swept.cell] = one = _tried(swept, aims, prices)
             if on_done is not None:
                 on_done(one)
         search.tell([_value(tried[cell], dearest) for cell in cells])
-    if earlier := _new([_cell(values, single) for values in search.known()], tried):
+    if earlier := _new([Cell.of(**values, **single) for values in search.known()], tried):
         tried |= {swept.cell: _tried(swept, aims, prices) for swept in sweep(source, earlier, folder, executor)}
     return sorted(tried.values(), key=lambda one: one.rank)
 
@@ -239,10 +239,6 @@ def _new(cells: Sequence[Cell], tried: Mapping[Cell, Tried]) -> list[Cell]:
 
 def _number(value: object) -> int:
     return value if isinstance(value, int) else 1
-
-
-def _cell(values: Mapping[str, Any], single: Mapping[str, Any]) -> Cell:
-    return Cell.of(**values, **single)
 
 
 def _tried(swept: Swept, aims: tuple[Aim, ...], prices: Mapping[str, float]) -> Tried:
@@ -272,14 +268,7 @@ class _Search:
     """The choice of settings, by an Optuna study in a file."""
 
     def __init__(self, axes: Mapping[str, Sequence[object]], folder: Path, trials: int, about: str) -> None:
-        """Open or create the study.
-
-        Args:
-            axes: values to try, by option.
-            folder: folder of the study.
-            trials: most settings to try.
-            about: text of everything else that results depend on; a study with another text is another search.
-        """
+        """Open or create the study of ``axes`` and ``about``, a text of everything else that results depend on."""
         import optuna  # noqa: PLC0415  # an extra
         from optuna.storages.journal import JournalFileBackend  # noqa: PLC0415
 

@@ -86,14 +86,7 @@ _FORKING: Final = 0.15
 
 @dataclass(frozen=True, slots=True)
 class _Stream:
-    """The state of a generator.
-
-    Attributes:
-        rng: source of random numbers.
-        hours: hours of arrivals.
-        rate: factor of the arrivals.
-        segments: numbers of new segments.
-    """
+    """The state of a generator: random numbers, hours and rate of arrivals as in Workload, numbers of new segments."""
 
     rng: np.random.Generator
     hours: float
@@ -214,11 +207,6 @@ def documents(stream: _Stream) -> list[TraceRequest]:
     return requests + api(stream)
 
 
-def _shared_end(request: TraceRequest) -> tuple[int]:
-    """Return the length of the first piece, which other prompts share."""
-    return (request.prompt.pieces[0][2],)
-
-
 WORKLOADS: Final[Mapping[str, Callable[[_Stream], list[TraceRequest]]]] = MappingProxyType(
     {"agent": agent, "api": api, "chat": chat, "documents": documents, "mix": mix, "think": think}
 )
@@ -271,8 +259,8 @@ class Workload:
         """All requests by time; requests with equal times keep the order in which they were generated."""
         stream = _Stream(np.random.default_rng(self.seed), self.hours, self.rate, itertools.count())
         drawn = sorted(WORKLOADS[self.kind](stream), key=lambda request: request.timestamp_s)[: self.limit]
-        return [
-            replace(request, marks=_shared_end(request) if self.marks else (), origin=f"request {at}")
+        return [  # other prompts share the first piece
+            replace(request, marks=(request.prompt.pieces[0][2],) if self.marks else (), origin=f"request {at}")
             for at, request in enumerate(drawn)
         ]
 
