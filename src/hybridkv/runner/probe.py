@@ -192,13 +192,6 @@ class ProbeCache(EmptyCache):
         """Note the result of the innermost running caller, which ends."""
         self._outputs[self.callers.pop()] = _outputs(result, self._kept)
 
-    def set_linear_cache(self, layer_idx: int, states: torch.Tensor) -> None:
-        """Record [1, *shape]: the name by which MiniMax keeps its states."""
-        self.update_recurrent_state(states, layer_idx)
-
-    def get_linear_cache(self, layer_idx: int) -> None:
-        """Return None: no state is cached."""
-
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
         """Return None: no state is cached."""
 

@@ -69,7 +69,7 @@ from hybridkv.runner.sampling.structured import Grammars, Masks
 from hybridkv.runner.states.continuation import continuation, decodes_together, of_each_kind, recurrence
 from hybridkv.runner.states.recurrent import RecurrentMixer
 from hybridkv.runner.states.state_batch import PagedMixer, StateBatch, require_class_forwards, state_batch
-from hybridkv.runner.step_context import StandIn, StepContext
+from hybridkv.runner.step_context import StandIn, StepContext, on_device
 from hybridkv.specs import Keeps, KVCacheSpec, MambaSpec
 from hybridkv.step import Csr, Logprobs, Step, StepResult, ranges
 from hybridkv.stores import BlockStore
@@ -479,7 +479,7 @@ class ModelRunner:
             parts.append(self._run(one, tokens[first:end], wanted[mine] - first, self._state_batches(one)))
             places.append(mine)
             first = end
-        return torch.cat(parts)[self._tensor(np.argsort(np.concatenate(places)))]
+        return torch.cat(parts)[on_device(np.argsort(np.concatenate(places)), self._device)]
 
     def _run(self, step: Step, tokens: Int64, wanted: Int64, states: Mapping[int, StateBatch]) -> torch.Tensor:
         """Run one forward over all of ``step``; return the logits as ``_forward`` does."""
@@ -490,10 +490,10 @@ class ModelRunner:
         if self.decode_graphs is not None and self.images is None:
             decoded = self.decode_graphs.logits(step, tokens, positions)
             if decoded is not None:
-                return decoded[self._tensor(wanted)]
+                return decoded[on_device(wanted, self._device)]
         for group in self._token_groups:
             self.tables[group].commit_slot_mapping(len(tokens))
-        at = self._tensor(positions)
+        at = on_device(positions, self._device)
         images = None if self.images is None else self.images.read(step, tokens, positions)
         cross = None if self.cross is None else self.cross.reads(step)
         last_seen = None if images is None else images.last_seen
@@ -504,7 +504,7 @@ class ModelRunner:
             attention, states, cross, at, indexers=indexers, compressors=compressors, lora=lora
         )
         with running, torch.inference_mode():
-            return self._call(self._tensor(tokens), at, self._tensor(wanted), images)
+            return self._call(on_device(tokens, self._device), at, on_device(wanted, self._device), images)
 
     def _decoded(
         self, tokens: torch.Tensor, positions: torch.Tensor, attention: Mapping[int, PagedStep]
@@ -559,9 +559,6 @@ class ModelRunner:
         dtype, groups = self.model.dtype, {group for group, _ in self._indexers.values()}
         batches = {group: gather_batch(step, self.tables[group], CAUSAL, dtype, whole=True) for group in groups}
         return {layer: (batches[group], pages) for layer, (group, pages) in self._indexers.items()}
-
-    def _tensor(self, values: Int64) -> torch.Tensor:
-        return torch.from_numpy(values).to(self._device)
 
     # -- after the forward
 

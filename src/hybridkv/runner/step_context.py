@@ -196,6 +196,15 @@ class EmptyCache(Cache):  # type: ignore[misc]  # transformers is not typed
         del layer_idx
         return query_length, 0
 
+    def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
+        """Return the recurrent state, by MiniMax's name."""
+        state: torch.Tensor | None = self.get_recurrent_state(layer_idx)
+        return state
+
+    def set_linear_cache(self, layer_idx: int, states: torch.Tensor) -> None:
+        """Keep a recurrent state, by MiniMax's name."""
+        self.update_recurrent_state(states, layer_idx)
+
 
 class _Layers(list[Any]):
     """The layers of ``cache``: an empty list that has a layer under every index, for models that call layers.

@@ -606,7 +606,7 @@ def _write(slots: WriteSlots, parts: tuple[_Part, _Part]) -> None:
                 f"{tuple(part.view.shape[:2])}: use the slots of this layer's group"
             )
     for part in parts:
-        view, states = _as_bytes(part.view), _as_bytes(part.stored())
+        view, states = as_bytes(part.view), as_bytes(part.stored())
         view[slots.blocks, slots.offsets] = states[slots.tokens]
 
 
@@ -617,7 +617,7 @@ def _launch(slots: torch.Tensor, parts: tuple[_Part, _Part]) -> None:
             f"the two states have dtypes {parts[0].states.dtype} and {parts[1].states.dtype}: give both in one dtype"
         )
     if len(slots):
-        keys, values = ((_as_bytes(part.view), _as_bytes(part.states), part.factor) for part in parts)
+        keys, values = ((as_bytes(part.view), as_bytes(part.states), part.factor) for part in parts)
         kernels.launch_write(slots, keys, values, fp8=parts[0].rounded)
 
 
@@ -634,6 +634,6 @@ def _check_slots(slots: torch.Tensor) -> None:
         raise WorkerError(f"slots must be contiguous int64[tokens], got {slots.dtype} of shape {tuple(slots.shape)}")
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """View 1-byte elements as uint8: not every device of torch or Triton indexes or loads float8."""
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """View 1-byte elements as uint8: not every device of torch or Triton indexes, loads or concatenates float8."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor

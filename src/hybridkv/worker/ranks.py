@@ -29,6 +29,7 @@ import torch
 
 from hybridkv.errors import ConfigError, UnsupportedModelError
 from hybridkv.specs import AttentionSpec, KVCacheSpec, MambaSpec
+from hybridkv.worker.pages import as_bytes
 
 MOST_SHARES: Final = 8
 """Shares of a run at most: the ranks of one machine. More would be shorter values, and more keys."""
@@ -79,7 +80,7 @@ class Split:
         pieces, start = [], 0
         for units, width in self.runs:
             first, count = _share(units, rank, ranks)
-            pieces.append(_bytes(whole).narrow(self.axis, start + first * width, count * width))
+            pieces.append(as_bytes(whole).narrow(self.axis, start + first * width, count * width))
             start += units * width
         return torch.cat(pieces, self.axis).view(whole.dtype)
 
@@ -102,7 +103,7 @@ class Split:
         for units, width in self.runs:
             _, count = _share(units, 0, ranks)
             owners = parts[:: max(ranks // units, 1)]
-            pieces += [_bytes(part).narrow(self.axis, start, count * width) for part in owners]
+            pieces += [as_bytes(part).narrow(self.axis, start, count * width) for part in owners]
             start += count * width
         return torch.cat(pieces, self.axis).view(parts[0].dtype)
 
@@ -234,8 +235,3 @@ def _share(units: int, rank: int, ranks: int) -> tuple[int, int]:
     if units % ranks and ranks % units:
         raise ConfigError(f"{ranks} ranks cannot share {units} heads or channels: use a divisor or a multiple of them")
     return rank * units // ranks, max(units // ranks, 1)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """View elements of one byte as uint8: torch cannot concatenate every dtype."""
-    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor

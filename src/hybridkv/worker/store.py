@@ -250,11 +250,6 @@ class StoreCopier:
             self._running = deque(one for one in self._running if not one[1].done() or one not in ended)
         return [future.result() for _, future in ended]
 
-    @property
-    def num_running(self) -> int:
-        """Transfers that have not been reported."""
-        return len(self._running)
-
     def settle(self) -> None:
         """Wait until no transfer reads or writes the tier any more."""
         wait([future for _, future in self._running])

@@ -205,14 +205,6 @@ class StateCache(EmptyCache):
         del layer_idx
         return self.layers.recurrent_states[state_idx] if self._continues else None
 
-    def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
-        """Return the recurrent state, by MiniMax's name."""
-        return self.get_recurrent_state(layer_idx)
-
-    def set_linear_cache(self, layer_idx: int, states: torch.Tensor) -> None:
-        """Keep [rows, *shape], by MiniMax's name."""
-        self.update_recurrent_state(states, layer_idx)
-
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_kwargs: object
     ) -> torch.Tensor:
