@@ -985,3 +985,8 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
             return None
         block_size = next(iter(kv_cache_specs.values())).block_size
         return cls(block_size=block_size, layers=tuple(kv_cache_specs.items()))
+
+
+def inner_of(spec: KVCacheSpec) -> KVCacheSpec:
+    """Return the spec of one of the layers of which ``spec`` was merged."""
+    return spec.layers[0][1] if isinstance(spec, UniformTypeKVCacheSpecs) else spec

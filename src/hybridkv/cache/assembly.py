@@ -50,7 +50,6 @@ from hybridkv.cache.policies import (
     TokenHits,
     UnitStateHits,
     WindowSpan,
-    inner_of,
     keeps_tokens,
 )
 from hybridkv.cache.pool import BlockPool
@@ -82,6 +81,7 @@ from hybridkv.specs import (
     RequestLimits,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
+    inner_of,
 )
 from hybridkv.units import MOST_COUNT, shown
 

@@ -540,9 +540,9 @@ class TransferLog:
     # -- the fields of a Step
 
     def cells(self, rows: Int64, new: Sequence[Cells], moved: Int64) -> Cells:
-        """Return the cells to write in a step of ``rows``, with ids within each group's class.
+        """Return the cells to write in a step of ``rows``, with ids within each group's class, after its moves.
 
-        The ids are those after the moves of the step.
+        The cells of all rows that hold one of the ``moved`` blocks are written first.
 
         Args:
             rows: int64[R], rows of the step.
@@ -550,7 +550,16 @@ class TransferLog:
             moved: See Transfers.
         """
         cells = join_cells(rotated_cells(self._groups, rows) + list(new))
-        return named_cells(self._groups, self.pool, self, cells, moved)
+        if moved.size:
+            group, row, column = self.cells_of(moved)
+            group, row = np.concatenate((group, cells.group)), np.concatenate((row, cells.row))
+            column = np.concatenate((column, cells.column))
+            block = np.empty(len(group), np.int32)
+            for one in self._groups:
+                mine = (group == one.number).nonzero()[0]
+                block[mine] = one.rows.at(row[mine].astype(np.int64), column[mine].astype(np.int64))
+            cells = Cells(group, row, column, block)
+        return Cells(cells.group, cells.row, cells.column, self.pool.local_each(cells.group, cells.block))
 
     def cells_of_row(self, row: int) -> Cells:
         """Return the cells of a new row: all its blocks, group by group, null columns left out."""
@@ -619,25 +628,6 @@ def join_cells(parts: list[Cells]) -> Cells:
         np.concatenate([part.column for part in parts]),
         np.concatenate([part.block for part in parts]),
     )
-
-
-def named_cells(
-    groups: Sequence[CacheGroup], pool: BlockPool, transfers: TransferLog, cells: Cells, moved: Int64
-) -> Cells:
-    """Return ``cells`` with ids within each group's class, after the moves of the step.
-
-    The cells of all rows that hold one of the ``moved`` blocks are written first.
-    """
-    if moved.size:
-        group, row, column = transfers.cells_of(moved)
-        group, row = np.concatenate((group, cells.group)), np.concatenate((row, cells.row))
-        column = np.concatenate((column, cells.column))
-        block = np.empty(len(group), np.int32)
-        for one in groups:
-            mine = (group == one.number).nonzero()[0]
-            block[mine] = one.rows.at(row[mine].astype(np.int64), column[mine].astype(np.int64))
-        cells = Cells(group, row, column, block)
-    return Cells(cells.group, cells.row, cells.column, pool.local_each(cells.group, cells.block))
 
 
 class StateMoves(NamedTuple):

@@ -40,9 +40,9 @@ import zmq
 from hybridkv.arguments import check_fields, flag, instance, integer
 from hybridkv.cache import AllBlocksCleared, BlockRemoved, BlockStored, EventsDropped, KVCacheEvent, Medium
 from hybridkv.errors import ConfigError
-from hybridkv.observe.prefixes import PREFIXES, ExactEvents, kind_of, single_blocks, without_resume_points
+from hybridkv.observe.prefixes import PREFIXES, ExactEvents, single_blocks, without_resume_points
 from hybridkv.planner.config import KVCacheConfig
-from hybridkv.specs import KVCacheSpec
+from hybridkv.specs import KVCacheSpec, inner_of
 from hybridkv.units import ceil_div
 
 logger = logging.getLogger(__name__)
@@ -327,7 +327,7 @@ class EventForm:
 
 def attention_of(spec: KVCacheSpec) -> tuple[str, int | None]:
     """Return the kind and the window of a group of ``spec``, as raw events name them."""
-    one = kind_of(spec)
+    one = inner_of(spec)
     return _KINDS.get(type(one).__name__, "unknown"), getattr(one, "sliding_window", None)
 
 

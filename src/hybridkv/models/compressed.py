@@ -94,9 +94,9 @@ def _whole_groups(reading: Reading, options: ReadOptions, rates: Sequence[int]) 
     return size
 
 
-def _indexer_key(reading: Reading, field: str = "index_head_dim") -> int:
+def _indexer_key(reading: Reading) -> int:
     """Return the bytes of an indexer's key: 8 bits an element, and a float32 scale for each 128."""
-    width = reading.required("key of the indexer", (field,))
+    width = reading.required("key of the indexer", ("index_head_dim",))
     return reading.derive(
         "keys of the indexer", width + width // 128 * 4, "bytes: 8-bit floats with scales, as in vLLM"
     )

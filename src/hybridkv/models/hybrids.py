@@ -82,12 +82,12 @@ def mamba2(fields: Fields, options: ReadOptions) -> FamilyFacts:
 def _stack(fields: Fields, options: ReadOptions, mixer: Mamba1 | Mamba2, *, tied: bool) -> FamilyFacts:
     count = fields.layers("num_hidden_layers")
     parts = {LINEAR: (_mixer(fields, options, mixer, "mixer"),)}
-    return _hybrid(fields, [LINEAR] * count, parts, _norms(fields, count, 1), tied=tied, path="backbone.layers")
+    return _hybrid(fields, [LINEAR] * count, parts, _norms(fields, count), tied=tied, path="backbone.layers")
 
 
-def _norms(fields: Fields, count: int, norms: int) -> Counting:
-    """Count the weights of ``count`` layers with ``norms`` norms each, mixers left out."""
-    return lambda: Weights.dense(count * norms * fields.integer("hidden_size"))
+def _norms(fields: Fields, count: int) -> Counting:
+    """Count the weights of ``count`` layers with one norm each, mixers left out."""
+    return lambda: Weights.dense(count * fields.integer("hidden_size"))
 
 
 def _hybrid(

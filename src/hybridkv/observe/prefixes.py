@@ -37,14 +37,7 @@ from hybridkv.cache.journal import (
 from hybridkv.cache.policies.attention import ChunkSpan, WindowSpan
 from hybridkv.errors import ConfigError
 from hybridkv.planner.config import KVCacheConfig
-from hybridkv.specs import (
-    ChunkedLocalAttentionSpec,
-    Keeps,
-    KVCacheSpec,
-    MambaSpec,
-    SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
-)
+from hybridkv.specs import ChunkedLocalAttentionSpec, Keeps, KVCacheSpec, MambaSpec, SlidingWindowSpec, inner_of
 from hybridkv.units import ceil_div
 
 _Part = tuple[bytes, bytes]  # parent key, tokens inside the block (bytes of int32)
@@ -169,7 +162,7 @@ class _Tree:
 
     def __init__(self, config: KVCacheConfig, medium: str | None) -> None:
         self._medium = medium
-        kinds = [(number, kind_of(group.spec)) for number, group in enumerate(config.groups)]
+        kinds = [(number, inner_of(group.spec)) for number, group in enumerate(config.groups)]
         self._is_natural = config.slabs is not None
         _require_known(kinds, natural=self._is_natural)
         tokens = [(number, spec) for number, spec in kinds if spec.keeps in {Keeps.TOKENS, Keeps.WINDOW}]
@@ -452,11 +445,6 @@ def _chains(positions: Sequence[_Position]) -> list[list[_Position]]:
         found.append(one)
         by_last[one] = found
     return chains
-
-
-def kind_of(spec: KVCacheSpec) -> KVCacheSpec:
-    """Return the spec of the layers in a group of ``spec``."""
-    return spec.layers[0][1] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 
 def _require_known(kinds: Sequence[tuple[int, KVCacheSpec]], *, natural: bool) -> None:

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from math import ceil
 from typing import Final
 
@@ -131,12 +131,8 @@ def _as_full(spec: KVCacheSpec) -> KVCacheSpec:
     if not isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec):
         return spec
     made = MLAAttentionSpec if spec.is_latent else FullAttentionSpec
-    return made(**{field.name: getattr(spec, field.name) for field in fields(spec) if field.name in _kept_by(made)})
-
-
-def _kept_by(made: type[FullAttentionSpec]) -> set[str]:
-    """Return the fields of ``made``. All tokens are kept, so ``extra_retained_tokens`` has no meaning there."""
-    return {field.name for field in fields(made)}
+    known = {field.name for field in fields(made)}  # not extra_retained_tokens: all tokens are kept
+    return made(**{field.name: getattr(spec, field.name) for field in fields(spec) if field.name in known})
 
 
 # -- groups
@@ -251,13 +247,9 @@ def reference_layout(grouping: Grouping, num_blocks: int) -> KVCacheConfig:
     """Return the config of ``num_blocks`` blocks, null block included; tensors follow each other in the arena."""
     if grouping.is_packed:
         return packed_config(grouping.groups, grouping.block_bytes, num_blocks)
-    tensors = []
-    offset_bytes = 0
-    for j, page in enumerate(grouping.page_bytes):
-        shared_by = tuple(group.layer_names[j] for group in grouping.groups if j < len(group.layer_names))
-        tensors.append(KVCacheTensor(page * num_blocks, shared_by, offset_bytes, page))
-        offset_bytes += page * num_blocks
-    return KVCacheConfig(num_blocks, tuple(tensors), grouping.groups)
+    names = zip_longest(*(group.layer_names for group in grouping.groups))
+    shared = [tuple(name for name in each if name is not None) for each in names]
+    return KVCacheConfig(num_blocks, _tensors(grouping.page_bytes, shared, num_blocks), grouping.groups)
 
 
 def with_blocks(config: KVCacheConfig, num_blocks: int) -> KVCacheConfig:
@@ -265,8 +257,14 @@ def with_blocks(config: KVCacheConfig, num_blocks: int) -> KVCacheConfig:
     if config.packed_block_bytes is not None:
         return packed_config(config.groups, config.packed_block_bytes, num_blocks)
     strides = [tensor.block_stride_bytes for tensor in config.tensors]
-    tensors = tuple(
-        KVCacheTensor(stride * num_blocks, tensor.shared_by, before * num_blocks, stride)
-        for tensor, stride, before in zip(config.tensors, strides, accumulate(strides, initial=0), strict=False)
+    shared = [tensor.shared_by for tensor in config.tensors]
+    return KVCacheConfig(num_blocks, _tensors(strides, shared, num_blocks), config.groups)
+
+
+def _tensors(strides: Sequence[int], shared: Sequence[tuple[str, ...]], num_blocks: int) -> tuple[KVCacheTensor, ...]:
+    """Return tensors one after another: their bytes of a block, and the layers that share each."""
+    before = accumulate(strides, initial=0)
+    return tuple(
+        KVCacheTensor(stride * num_blocks, names, first * num_blocks, stride)
+        for stride, names, first in zip(strides, shared, before, strict=False)
     )
-    return KVCacheConfig(num_blocks, tensors, config.groups)

@@ -76,6 +76,9 @@ class StoreBehind:
         prices: Says what is faster to compute than to fetch, and has the bounds of transfers.
         counts: Gets what happened.
         times: Gets how long spills took.
+
+    Attributes:
+        lookups: Finds prefixes in the store.
     """
 
     def __init__(
@@ -89,7 +92,7 @@ class StoreBehind:
         times: TransferTimes,
     ) -> None:
         self._host = host
-        self._lookups = lookups
+        self.lookups = lookups
         self._carriers = carriers
         self._limits, self._prices = prices.limits, prices
         self._counts = counts
@@ -104,26 +107,13 @@ class StoreBehind:
         """Spills that have not ended."""
         return len(self._spills)
 
-    @property
-    def num_pending(self) -> int:
-        """Look-ups that have not ended."""
-        return self._lookups.num_pending
-
-    def rest(self) -> None:
-        """Wait until a look-up ends, if there is one: at most 10 ms."""
-        self._lookups.rest()
-
-    def renew(self) -> None:
-        """Find nothing again that is in the store now."""
-        self._lookups.renew()
-
     def forget(self, request: Request) -> None:
         """Note that a request waits no longer.
 
         Args:
             request: The request.
         """
-        self._lookups.forget(request.request_id)
+        self.lookups.forget(request.request_id)
         self._fetched.pop(request.request_id, None)
 
     def fetched(self, request: Request, tokens: int) -> int:
@@ -169,15 +159,15 @@ class StoreBehind:
     def _found(self, request: Request, least: int) -> int | None:
         """Return the tokens of a request that the store has, ``None`` while that is unknown; 0 if asking takes long."""
         name, now = request.request_id, self._carriers.now
-        for seconds, late in self._lookups.take_times():
+        for seconds, late in self.lookups.take_times():
             self._prices.looked_up(seconds, now, late=late)
-        asks = request.hints.prefetch or self._lookups.knows(name)
+        asks = request.hints.prefetch or self.lookups.knows(name)
         fetch = self._fetched.get(name)
         if fetch is not None and fetch.gave_up:
             return 0
         if not asks and not self._prices.may_look_up(request.num_tokens - 1 - least, now):
             return 0
-        return self._lookups.ask(request, least, now)
+        return self.lookups.ask(request, least, now)
 
     def _waits_for_new(self, request: Request, least: int, tokens: int, *, may_begin: bool) -> bool:
         """Return whether a request waits for a fetch that begins now or soon."""
@@ -235,7 +225,7 @@ class StoreBehind:
             return
         _, carrier, tokens, _ = one.wanted
         columns, held = self._needed(carrier, tokens), self._host.get_blocks(carrier.request_id).ids
-        number, mark = self._carriers.number(), self._lookups.prefixes.mark(carrier, tokens)
+        number, mark = self._carriers.number(), self.lookups.prefixes.mark(carrier, tokens)
         transfer = StoreTransfer(number, *self._named(carrier, tokens, held, columns), *mark)
         lock = self._host.engine.lock(carrier)
         self._spills[number] = _Spill(carrier, lock, transfer, self._carriers.bytes_of(columns))
@@ -299,8 +289,8 @@ class StoreBehind:
     def _needed(self, carrier: Request, tokens: int) -> list[Int32]:
         """Return the columns that ``carrier`` needs to resume after ``tokens`` tokens, by group."""
         columns = [NO_COLUMNS] * self._num_groups
-        for part in self._lookups.prefixes.parts:
-            columns[part.group] = np.array(self._lookups.prefixes.columns(carrier, tokens, part), np.int32)
+        for part in self.lookups.prefixes.parts:
+            columns[part.group] = np.array(self.lookups.prefixes.columns(carrier, tokens, part), np.int32)
         return columns
 
     def _named(
@@ -308,11 +298,11 @@ class StoreBehind:
     ) -> tuple[Int32, Int32, tuple[bytes, ...]]:
         """Return group, block and key of ``columns`` of ``held``. Null columns are left out."""
         groups, blocks, keys = [NO_COLUMNS], [NO_COLUMNS], list[bytes]()
-        for part in self._lookups.prefixes.parts:
+        for part in self.lookups.prefixes.parts:
             ids, at = held[part.group], columns[part.group]
             at = at[at < len(ids)]  # the host may lack the output of an encoder
             at = at[ids[at] != 0]
             blocks.append(self._host.block_pool.local(part.group, ids[at]).astype(np.int32))
             groups.append(np.full(len(at), part.group, np.int32))
-            keys += self._lookups.prefixes.keys(carrier, tokens, part, at.tolist())
+            keys += self.lookups.prefixes.keys(carrier, tokens, part, at.tolist())
         return np.concatenate(groups), np.concatenate(blocks), tuple(keys)

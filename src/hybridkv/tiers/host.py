@@ -228,7 +228,7 @@ class HostTier:
     @property
     def is_awaited(self) -> bool:
         """Whether a transfer, or an answer of the store, is on its way."""
-        return self.num_in_flight > 0 or (self._behind is not None and self._behind.num_pending > 0)
+        return self.num_in_flight > 0 or (self._behind is not None and self._behind.lookups.num_pending > 0)
 
     @property
     def is_idle(self) -> bool:
@@ -272,7 +272,7 @@ class HostTier:
         if self.num_in_flight or not self.device.reset_prefix_cache():
             return False
         if self._behind is not None:
-            self._behind.renew()
+            self._behind.lookups.renew()
         self.device.engine.take_resume_points()
         self._later.clear()
         self._answers.clear()
@@ -370,7 +370,7 @@ class HostTier:
     def rest(self) -> None:
         """Wait for an answer of the store, if one is on its way: at most 10 ms. For steps that run nothing."""
         if self._behind is not None:
-            self._behind.rest()
+            self._behind.lookups.rest()
 
     def begins(self, request: Request) -> None:
         """Note that ``request`` waits no longer.

@@ -133,9 +133,6 @@ class Mark(NamedTuple):
     tail: bytes
 
 
-NO_MARK: Final = Mark(b"", b"")
-
-
 class Prefixes:
     """Names the blocks of prefixes, and finds the longest prefix in a store.
 

@@ -40,7 +40,6 @@ from hybridkv.cache.policies.policy import (
     GroupPlan,
     RowFacts,
     Search,
-    inner_of,
     keeps_tokens,
 )
 from hybridkv.cache.policies.state import (
@@ -86,6 +85,5 @@ __all__ = [
     "TokenHits",
     "UnitStateHits",
     "WindowSpan",
-    "inner_of",
     "keeps_tokens",
 ]

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.specs import Keeps, KVCacheSpec, MambaSpec, UniformTypeKVCacheSpecs
+from hybridkv.specs import Keeps, KVCacheSpec, MambaSpec, inner_of
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -224,11 +224,6 @@ class GroupKind:
     def sink_blocks(self) -> int:
         """Blocks of learned keys and values that belong to the layers, not to a request."""
         return self.spec.reserved_blocks(self.ranks)
-
-
-def inner_of(spec: KVCacheSpec) -> KVCacheSpec:
-    """Return the spec of one of the layers of which ``spec`` was merged."""
-    return spec.layers[0][1] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 
 def keeps_tokens(spec: KVCacheSpec) -> bool:

@@ -124,9 +124,7 @@ class FreeOrder:
         """Return whether so many are free: there is one order."""
         return sum(needs) <= self.count
 
-    def takes_alike(self, needs: Sequence[int], drops: Callable[[], bool]) -> bool:
-        """Return whether so many are free: there is one order, and no block moves."""
-        return self.takes_in_any_order(needs, drops)
+    takes_alike = takes_in_any_order  # no block moves
 
     def waits(self, needs: Sequence[int], freed: Sequence[int]) -> bool:  # noqa: ARG002 - as above
         """Return False: no block moves."""

@@ -89,9 +89,7 @@ class RankedOrder:
         """Return whether no resume point is evicted for ``needs``, and nothing is released meanwhile."""
         return sum(needs) <= len(self._first) and not drops()
 
-    def takes_alike(self, needs: Sequence[int], drops: Callable[[], bool]) -> bool:
-        """Return the same as ``takes_in_any_order``: no block moves."""
-        return self.takes_in_any_order(needs, drops)
+    takes_alike = takes_in_any_order  # no block moves
 
     def has_spare(self, n: int, of: int) -> bool:  # noqa: ARG002 - there is one class of blocks
         """Return whether ``n`` blocks are empty or unneeded."""
