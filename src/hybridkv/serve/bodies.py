@@ -55,23 +55,23 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    says_nothing: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = {}
     """For each unsupported field, the neutral values that are accepted and ignored."""
 
     @model_validator(mode="before")
     @classmethod
-    def _without_what_says_nothing(cls, given: Any) -> Any:  # noqa: ANN401  # whatever JSON says
+    def _drop_neutral_fields(cls, given: Any) -> Any:  # noqa: ANN401  # whatever JSON says
         if not isinstance(given, dict):
             return given
-        said = {name: value for name, value in given.items() if not cls._says_nothing(name, value)}
+        said = {name: value for name, value in given.items() if not cls._is_neutral(name, value)}
         unknown = [name for name in said if name not in cls.model_fields and name not in _ALIASES]
         for name in unknown[1:]:  # one is enough to refuse the body
             del said[name]
         return said
 
     @classmethod
-    def _says_nothing(cls, name: object, value: object) -> bool:
-        neutral = cls.says_nothing.get(name) if isinstance(name, str) else None
+    def _is_neutral(cls, name: object, value: object) -> bool:
+        neutral = cls.neutral_values.get(name) if isinstance(name, str) else None
         return neutral is not None and (
             value is None or any(type(one) is type(value) and one == value for one in neutral)
         )
@@ -87,7 +87,7 @@ class StreamOptions(Body):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    says_nothing = {"include_obfuscation": (False,)}
+    neutral_values = {"include_obfuscation": (False,)}
 
 
 class HintsBody(Body):
@@ -123,7 +123,7 @@ class HintsBody(Body):
         return Hints(**self.model_dump())
 
     @model_validator(mode="after")
-    def _can_be(self) -> HintsBody:
+    def _check_hints(self) -> HintsBody:
         self.said()
         return self
 
@@ -156,7 +156,7 @@ class StructuredBody(Body):
         json_object: true for any JSON object.
     """
 
-    says_nothing = {
+    neutral_values = {
         "json_object": (False,),
         "disable_fallback": (False, True),
         "disable_any_whitespace": (False,),
@@ -203,7 +203,7 @@ class TextFormat(NamedSchema):
 class TextBody(Body):
     """What the text of a response must be."""
 
-    says_nothing = {"verbosity": ("medium",)}
+    neutral_values = {"verbosity": ("medium",)}
 
     format: TextFormat | None = None
 
@@ -291,7 +291,7 @@ class SamplingBody(Body):
         return other if form is None else form
 
     @model_validator(mode="after")
-    def _hints_and_form_that_can_be(self) -> SamplingBody:
+    def _check_hints_and_format(self) -> SamplingBody:
         _ = self.said_hints, self.structured
         return self
 
@@ -333,7 +333,7 @@ class ChoicesBody(SamplingBody):
         return form_of(self.response_format)
 
     @model_validator(mode="after")
-    def _options_of_a_stream(self) -> ChoicesBody:
+    def _check_stream_options(self) -> ChoicesBody:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options need stream: remove them, or set stream to true")
         return self
@@ -348,7 +348,7 @@ class CompletionBody(ChoicesBody):
         echo: begin the output with the prompt; with max_tokens 0, return the prompt alone.
     """
 
-    says_nothing = {"best_of": (1,), "suffix": (), "user": (), "add_special_tokens": (True,), **_OF_ROUTERS}
+    neutral_values = {"best_of": (1,), "suffix": (), "user": (), "add_special_tokens": (True,), **_OF_ROUTERS}
 
     prompt: Prompts
     echo: bool | None = None
@@ -368,7 +368,7 @@ class EmbeddingBody(Body):
         dimensions: first elements of each vector to return.
     """
 
-    says_nothing = {"user": (), "truncate_prompt_tokens": (), "add_special_tokens": (True,), "normalize": ()}
+    neutral_values = {"user": (), "truncate_prompt_tokens": (), "add_special_tokens": (True,), "normalize": ()}
 
     model: str | None = None
     input: Prompts
@@ -394,7 +394,7 @@ def _as_list(name: str, given: Prompts) -> list[str | Ids]:
 class TextPart(Body):
     """A piece of a message."""
 
-    says_nothing = {"annotations": ([],), "logprobs": ([],)}
+    neutral_values = {"annotations": ([],), "logprobs": ([],)}
 
     type: Literal["text", "input_text", "output_text"]
     text: str
@@ -421,7 +421,7 @@ class ChatMessage(Body):
     ``reasoning`` and ``reasoning_content`` are two names of the same; the chat template gets both.
     """
 
-    says_nothing = {"refusal": (), "audio": (), "annotations": ([],), "function_call": ()}
+    neutral_values = {"refusal": (), "audio": (), "annotations": ([],), "function_call": ()}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], FAIL_FAST] | None = None
@@ -432,7 +432,7 @@ class ChatMessage(Body):
     tool_call_id: str | None = None
 
     @model_validator(mode="after")
-    def _says_something(self) -> ChatMessage:
+    def _check_content(self) -> ChatMessage:
         if self.content is None and not self.tool_calls:
             raise ValueError("a message without tool_calls needs content: add content")
         if self.tool_calls and self.role != "assistant":
@@ -524,7 +524,7 @@ class ChatBody(ChoicesBody, TemplateBody):
         top_logprobs: how many of the most probable tokens to return with it.
     """
 
-    says_nothing = {
+    neutral_values = {
         "modalities": (["text"],),
         "service_tier": ("auto", "default"),
         "store": (False,),
@@ -563,7 +563,7 @@ class ChatBody(ChoicesBody, TemplateBody):
         return old if new is None else new
 
     @model_validator(mode="after")
-    def _top_logprobs_with_logprobs(self) -> ChatBody:
+    def _check_top_logprobs(self) -> ChatBody:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError(
                 f"top_logprobs need logprobs: set it to true, or leave out top_logprobs {self.top_logprobs}"
@@ -599,7 +599,7 @@ def _calls_schema(offered: Mapping[str, dict[str, Any]], *, parallel: bool) -> d
 class TokenizeBody(TemplateBody):
     """The body of /tokenize: a prompt or messages. ``return_token_strs`` adds the text of each token."""
 
-    says_nothing = {"add_special_tokens": (True,), "add_generation_prompt": (True,)}
+    neutral_values = {"add_special_tokens": (True,), "add_generation_prompt": (True,)}
 
     model: str | None = None
     prompt: Text | None = None
@@ -607,7 +607,7 @@ class TokenizeBody(TemplateBody):
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
-    def _one_of_two(self) -> TokenizeBody:
+    def _check_prompt_or_messages(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("the body needs either prompt or messages: give one of them")
         return self

@@ -39,7 +39,7 @@ Fields = dict[str, Any]
 class InputMessage(Body):
     """One message: from a client, or copied from an earlier answer. Its id is ignored."""
 
-    says_nothing: ClassVar = {"status": _ENDED, "phase": ()}
+    neutral_values: ClassVar = {"status": _ENDED, "phase": ()}
 
     id: str | None = None
     type: Literal["message"] = "message"
@@ -61,7 +61,7 @@ class ReasoningPart(Body):
 class InputReasoning(Body):
     """The reasoning of an earlier answer."""
 
-    says_nothing: ClassVar = {"status": _ENDED, "encrypted_content": (), "summary": ([],)}
+    neutral_values: ClassVar = {"status": _ENDED, "encrypted_content": (), "summary": ([],)}
 
     id: str | None = None
     type: Literal["reasoning"]
@@ -75,7 +75,7 @@ class InputReasoning(Body):
 class InputCall(Body):
     """A call of an earlier answer; ``arguments`` is JSON, as text."""
 
-    says_nothing: ClassVar = {"status": _ENDED, "async": (False,), "async_": (), "caller": (), "namespace": ()}
+    neutral_values: ClassVar = {"status": _ENDED, "async": (False,), "async_": (), "caller": (), "namespace": ()}
 
     id: str | None = None
     type: Literal["function_call"]
@@ -92,7 +92,7 @@ class InputCall(Body):
 class InputCallOutput(Body):
     """The result of a call."""
 
-    says_nothing: ClassVar = {"status": _ENDED, "caller": (), "name": (), "namespace": ()}
+    neutral_values: ClassVar = {"status": _ENDED, "caller": (), "name": (), "namespace": ()}
 
     id: str | None = None
     type: Literal["function_call_output"]
@@ -121,7 +121,12 @@ Item = Annotated[
 class ResponseTool(FunctionTool):
     """A function that may be called."""
 
-    says_nothing: ClassVar = {"allowed_callers": (), "async": (False,), "defer_loading": (False,), "output_schema": ()}
+    neutral_values: ClassVar = {
+        "allowed_callers": (),
+        "async": (False,),
+        "defer_loading": (False,),
+        "output_schema": (),
+    }
 
     type: Literal["function"]
 
@@ -142,7 +147,7 @@ class ResponseBody(SamplingBody):
         parallel_tool_calls: false for at most one call; further ones are left out.
     """
 
-    says_nothing: ClassVar = {
+    neutral_values: ClassVar = {
         "background": (False,),
         "conversation": (),
         "include": ([],),
