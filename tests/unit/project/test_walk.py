@@ -90,9 +90,9 @@ def walk(model: str, layout: str) -> tuple[Walk, Walk]:
 
 CEILINGS = {
     ("qwen3-next-80b-a3b", "natural"): ((29, 34, 354, 632), (14, 16, 53, 82)),
-    ("qwen3-next-80b-a3b", "reference"): ((24, 30, 223, 366), (15, 17, 54, 86)),
+    ("qwen3-next-80b-a3b", "reference"): ((24, 30, 223, 365), (15, 17, 54, 86)),
     ("llama-3-8b", "natural"): ((28, 32, 279, 500), (13, 15, 50, 74)),
-    ("llama-3-8b", "reference"): ((21, 26, 143, 212), (13, 15, 50, 74)),
+    ("llama-3-8b", "reference"): ((21, 26, 143, 211), (13, 15, 50, 74)),
 }
 """Files, classes, changes of file and calls of an admission, and of the decode of one token. Never raise one."""
 
