@@ -53,7 +53,7 @@ from hybridkv.request import NO_HINTS, Request
 Int64 = NDArray[np.int64]
 
 _MOST_GHOST_ENTRIES: Final = 4000
-"""Ghost entries of each tenant. Hit rates did not depend on it between 2,000 and 40,000 (docs/design/0019)."""
+"""Ghost entries of each tenant. Hit rates did not depend on it between 2,000 and 40,000."""
 
 _MORE_BYTES: Final = 1 << 30
 """The memory of ``PointCounts.missed_a_gib_more``, in bytes."""
