@@ -5,6 +5,7 @@
 
 Signatures, fields and attributes are compared by name. From the source of vLLM it is read what its scheduler writes and
 calls in ``schedule`` (effects.py): ``decode_step`` has the same effect, or a guard says why it needs none. The same for
+``take_tokens`` and the loop over requests in ``update_from_output``, for the ends of requests in ``check_stop``, for
 attributes that its constructor hands the cache manager, and for all that vLLM reads of a manager.
 """
 
@@ -50,9 +51,11 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, resolve_kv_cache_block_sizes
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState, NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue, PriorityRequestQueue, RequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     KVCacheConfig,
@@ -75,11 +78,12 @@ from vllm.v1.worker.worker_base import CompilationTimes
 import hybridkv.vllm.scheduler as ours
 import vllm
 from hybridkv.errors import ConfigError
+from hybridkv.vllm import decoding
 from hybridkv.vllm.connector import TierConnector, TierStats
 from hybridkv.vllm.manager import Block, Blocks, CacheManager, Coordinator, Pool
 from hybridkv.vllm.nixl import NaturalNixlWorker
 from hybridkv.vllm.queue import WaitingByPrefix
-from hybridkv.vllm.requests import EngineRequest, SlotsAhead
+from hybridkv.vllm.requests import EngineRequest, SlotsAhead, ends_of
 
 RELEASE = ".".join(vllm.__version__.split(".")[:2])
 
@@ -106,6 +110,19 @@ OF_WORKERS = {
     "get_supported_kv_cache_layouts": (),
 }
 OF_BLOCK_SIZES = ("kv_manager_block_size", "backends", "kv_cache_specs")
+IN_REQUESTS = (
+    "append_output_token_ids",
+    "client_index",
+    "events",
+    "num_nans_in_logits",
+    "num_stale_output_tokens",
+    "pooling_params",
+    "prefill_stats",
+    "resumable",
+    "structured_output_request",
+    "trace_headers",
+)
+"""What ``take_tokens`` and ``ends_of`` read, next to EngineRequest."""
 IN_SCHEDULERS = (
     "aux_output_connector",
     "block_size",
@@ -407,6 +424,45 @@ SKIPPED_OF_RELEASE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
 }
 """More of them, in one release."""
+NOT_TAKEN: Mapping[str, set[str]] = {
+    "limit.stops": {"_free_request()", "_handle_stopped_request()", "request.resumable", "request.status"},
+    "request.num_stale_output_tokens": {"request.num_stale_output_tokens"},
+    "request.prefill_stats": {"kv_cache_manager.estimate_cached_tokens()", "prefill_stats"},
+    "request.events": {"events"},
+    "request.mm_features": {"_free_encoder_inputs()"},
+    "request.pooling_params": {"pooling_output"},
+    "request.structured_output_request": {"structured_output_manager.accept_tokens()"},
+    "sampling.num_logprobs": {"new_logprobs"},
+    "step.scheduled_spec_decode_tokens": {"request.num_computed_tokens", "make_spec_decoding_stats()"},
+    "answer.num_nans_in_logits": {"request.num_nans_in_logits"},
+    "answer.prompt_logprobs_dict": {"new_prompt_logprobs_tensors"},
+    "answer.prompt_token_id_logprobs_dict": {"prompt_token_id_logprobs"},
+    "scheduler.aux_output_connector": {"aux_output_connector.take_output()", "routed_experts"},
+    "scheduler.return_sampling_mask": {"new_sampling_mask"},
+}
+"""Effects of vLLM's loop over outputs, and fields of its EngineCoreOutput, that ``take_tokens`` lacks, by guard.
+
+An output of a request that ends has more: ``OF_LAST_OUTPUTS``.
+"""
+OF_LAST_OUTPUTS = {"ec_transfer_params", "finish_reason", "kv_transfer_params", "spec_decode_metrics", "stop_reason"}
+OF_CHECK_STOP = {
+    "FINISHED_LENGTH_CAPPED",
+    "FINISHED_REPETITION",
+    "FINISHED_STOPPED",
+    "eos_token_id",
+    "max_tokens",
+    "min_tokens",
+    "num_output_tokens",
+    "num_tokens",
+    "output_token_ids",
+    "pooling_params",
+    "repetition_detection",
+    "sampling_params",
+    "status",
+    "stop_reason",
+    "stop_token_ids",
+}
+"""What ``check_stop`` reads and writes. ``ends_of`` follows it; ``min_tokens`` delays repetition alone."""
 CAPTURED: Mapping[str, set[str]] = {
     "0.32": {"connector.bind_kv_cache_manager()"},
     "0.33": {"connector.bind_kv_cache_manager()", "aux_output_connector"},
@@ -465,6 +521,7 @@ def drifted() -> Iterator[str]:
     yield from not_set()
     yield from unanswered()
     yield from bypassed()
+    yield from not_taken()
     yield from captured()
     yield from unread()
 
@@ -503,9 +560,9 @@ def bypassed() -> Iterator[str]:
     """Effects of methods of vLLM's that run no longer, or not in every step."""
     methods = methods_of(Scheduler)
     mine = set[str]()
-    for function in (ours.decode_step, ours._not_in_the_last_step):
+    for function in (decoding.decode_step, decoding._not_in_the_last_step):
         mine |= effects(tree_of(function), methods, "scheduler")
-    guarding = (ours.decode_step, ours._nothing_else, SlotsAhead.decode)
+    guarding = (decoding.decode_step, decoding._nothing_else, SlotsAhead.decode)
     source = "".join(inspect.getsource(function) for function in guarding)
     skipped = set[str]()
     for guard, names in chain(SKIPPED.items(), SKIPPED_OF_RELEASE[RELEASE].items()):
@@ -519,6 +576,41 @@ def bypassed() -> Iterator[str]:
         yield f"Scheduler.schedule has no effect {name}"
     for name in sorted(effects(methods["_mamba_block_aligned_split"], methods)):
         yield f"Scheduler._mamba_block_aligned_split has an effect {name}, which NaturalScheduler's has not"
+
+
+def outputs_loop(methods: Mapping[str, ast.FunctionDef]) -> ast.FunctionDef:
+    """Return ``update_from_output`` with its loop over requests alone, and the local names before it."""
+    function = methods["update_from_output"]
+    loop = next(one for one in function.body if isinstance(one, ast.For) and "num_scheduled" in ast.unparse(one.iter))
+    before = [one for one in function.body[: function.body.index(loop)] if isinstance(one, ast.Assign)]
+    return ast.FunctionDef(function.name, function.args, [*before, *loop.body], [])
+
+
+def said_of_each(function: ast.AST) -> set[str]:
+    """Return the fields that it gives EngineCoreOutput."""
+    made = [one for one in ast.walk(function) if isinstance(one, ast.Call) and path_of(one.func) == "EngineCoreOutput"]
+    return {str(one.arg) for call in made for one in call.keywords}
+
+
+def not_taken() -> Iterator[str]:
+    """Effects and fields of vLLM's loop over outputs that ``take_tokens`` neither has nor guards against."""
+    methods = methods_of(Scheduler)
+    loop, mine = outputs_loop(methods_of(AsyncScheduler)), tree_of(decoding.take_tokens)
+    source = "".join(inspect.getsource(one) for one in (decoding.take_tokens, decoding._tokens_alone, ends_of))
+    for guard in NOT_TAKEN:
+        if guard not in source:
+            yield f"take_tokens has no guard {guard}"
+    skipped = set[str]().union(*NOT_TAKEN.values()) | OF_LAST_OUTPUTS
+    theirs = effects(loop, {"_update_request_with_output": methods_of(AsyncScheduler)["_update_request_with_output"]})
+    theirs |= said_of_each(loop)
+    has = effects(mine, methods, "scheduler") | said_of_each(mine)
+    for name in sorted(theirs - has - skipped):
+        yield f"Scheduler.update_from_output has an effect {name}, which take_tokens has not"
+    for name in sorted(skipped - theirs):
+        yield f"Scheduler.update_from_output has no effect {name}"
+    read = {one.attr for one in ast.walk(tree_of(check_stop)) if isinstance(one, ast.Attribute)}
+    for name in sorted(read ^ OF_CHECK_STOP):
+        yield f"check_stop reads {name}, or reads it no longer: see ends_of"
 
 
 def captured() -> Iterator[str]:
@@ -581,7 +673,7 @@ def not_set() -> Iterator[str]:
         (Scheduler.__init__, IN_SCHEDULERS),
         (GPUModelRunner, IN_RUNNERS),
         (InputBatch, IN_BATCHES),
-        (Request, (*EngineRequest.__annotations__, *public(EngineRequest))),
+        (Request, (*EngineRequest.__annotations__, *public(EngineRequest), *IN_REQUESTS)),
     ):
         source = inspect.getsource(made)
         yield from (
@@ -620,6 +712,10 @@ def faults() -> Iterator[str]:
         ("counts = self.counts\ncounts.clear()", "counts.clear()"),
         ("request.steps += 1", "request.steps"),
     ):
+        loop = outputs_loop(methods)
+        loop.body += ast.parse(statement).body
+        if effects(loop, {}) - effects(outputs_loop(methods), {}) != {name}:
+            yield f"{statement!r} in update_from_output is not named"
         for where in ("schedule", "_preempt_request"):
             function = methods[where]
             changed = ast.FunctionDef(where, function.args, [*function.body, *ast.parse(statement).body], [])

@@ -3,9 +3,11 @@
     python tests/vllm/schedule_duel.py --seeds 40
 
 No forwards: outputs are made up of the place they stand in. Requests come while others run, share heads, end by a stop
-token, by length and by being aborted; blocks are so few that some are preempted; the cache is forgotten in between.
-Every step's output is that of stock's, field by field; of models with states that of ours without ``decode_step``: who
-is admitted beside states may differ from stock (docs/differential.md).
+token, by length and by being aborted; blocks are so few that some are preempted; the cache is forgotten in between. Two
+clients ask; some requests want logprobs or end when they repeat themselves, which ``take_tokens`` leaves to vLLM.
+Every step's outputs and every request's counters are those of stock's, field by field; of models with states those of
+ours without ``decode_step`` and ``take_tokens``: who is admitted beside states may differ from stock
+(docs/differential.md).
 """
 
 import argparse
@@ -19,25 +21,48 @@ from typing import Any
 
 import scheduling
 from generate_duel import MATCHES, say
+from msgspec.structs import asdict
 from scheduling import KINDS, answer_to, engine_core, said_to_workers, scheduler_of
+from vllm.sampling_params import RepetitionDetectionParams
 from vllm.v1.request import Request, RequestStatus
 
 import hybridkv.vllm.scheduler as ours
 import vllm
-from hybridkv.vllm.scheduler import decode_step
+from hybridkv.vllm.decoding import decode_step, take_tokens
 
 STOP, STEPS, REQUESTS = 7, 250, 30
+REPEATS = RepetitionDetectionParams(max_pattern_size=1, min_pattern_size=1, min_count=2)
 COUNTERS = ("prefill_capacity_bound", "current_step", "num_executed_steps", "last_prefill_step")
 """Of schedulers, where their release has them."""
-TAKEN: Counter[bool] = Counter()
+OF_REQUESTS = (
+    "num_computed_tokens",
+    "num_in_flight_tokens",
+    "num_output_placeholders",
+    "num_stale_output_tokens",
+    "num_tokens",
+    "num_output_tokens",
+)
+MADE: Counter[bool] = Counter()
 """Steps that ``decode_step`` made, and those that it left to the loop."""
+TAKEN: Counter[bool] = Counter()
+"""Tokens that ``take_tokens`` took in, and requests of a step that it left to the loop."""
 
 
 def counted(scheduler: Any, decode: Any = decode_step) -> Any:  # noqa: ANN401 - of vLLM
     """``decode_step``, but for a scheduler that goes without."""
     output = None if getattr(scheduler, "goes_without", False) else decode(scheduler)
-    TAKEN[output is not None] += 1
+    MADE[output is not None] += 1
     return output
+
+
+def taken(scheduler: Any, step: Any, answer: Any, take: Any = take_tokens) -> Any:  # noqa: ANN401 - of vLLM
+    """``take_tokens``, but for a scheduler that goes without."""
+    if getattr(scheduler, "goes_without", False):
+        return {}, step.num_scheduled_tokens
+    tokens, others = take(scheduler, step, answer)
+    TAKEN[True] += sum(map(len, tokens.values()))
+    TAKEN[False] += len(others)
+    return tokens, others
 
 
 class Side:
@@ -54,11 +79,19 @@ class Side:
     def does(self, act: tuple[Any, ...]) -> None:
         what, name, *rest = act
         if what == "asks":
-            prompt, most = rest
+            prompt, most, more = rest
             sampling = vllm.SamplingParams(
-                temperature=0, max_tokens=most, ignore_eos=True, detokenize=False, stop_token_ids=[STOP]
+                temperature=0, max_tokens=most, ignore_eos=True, detokenize=False, stop_token_ids=[STOP], **more
             )
-            request = Request(name, list(prompt), sampling, None, arrival_time=float(name), block_hasher=self.hasher)
+            request = Request(
+                name,
+                list(prompt),
+                sampling,
+                None,
+                client_index=len(prompt) % 2,
+                arrival_time=float(name),
+                block_hasher=self.hasher,
+            )
             self.scheduler.add_request(request)
         elif what == "leaves":
             self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
@@ -81,19 +114,20 @@ class Side:
             tokens = [[token_at(name, ends[name], seed)] if name in ends else [] for name in names]
             came = self.scheduler.update_from_output(first, answer_to(first, tokens))
             told += [
-                [(one.request_id, one.new_token_ids, str(one.finish_reason)) for one in outputs.outputs]
-                for outputs in came.values()
+                (client, [asdict(one) for one in outputs.outputs], outputs.finished_requests)
+                for client, outputs in sorted(came.items())
             ]
         stands = self.scheduler
         usage = stands.kv_cache_manager.usage
         counters = [getattr(stands, name, None) for name in COUNTERS]
+        counters += [[getattr(one, name) for name in OF_REQUESTS] for one in stands.requests.values()]
         return [*told, len(stands.running), len(stands.waiting), usage, *counters]
 
 
 def token_at(name: str, place: int, seed: int) -> int:
-    """One in sixty ends its request."""
-    token = Random(f"{name} {place} {seed}").randrange(8, 500)
-    return STOP if token % 60 == 0 else token
+    """One in sixty ends its request, one in thirty is the one before it."""
+    token = Random(f"{name} {place} {seed}").randrange(60)
+    return STOP if token == 0 else 8 + token // 2
 
 
 def acts_of(random: Random, prompts: list[list[int]], live: Sequence[str]) -> list[tuple[Any, ...]]:
@@ -104,7 +138,8 @@ def acts_of(random: Random, prompts: list[list[int]], live: Sequence[str]) -> li
         if prompts and random.random() < 0.5:
             head = random.choice(prompts)
             prompt = head[: random.randrange(1, len(head) + 1)] + prompt[:20]
-        acts.append(("asks", str(len(prompts)), prompt, random.choice([1, 2, 3, 40, 90, 150])))
+        more = random.choice([{}, {}, {}, {"logprobs": 1}, {"repetition_detection": REPEATS}, {"min_tokens": 2}])
+        acts.append(("asks", str(len(prompts)), prompt, random.choice([2, 3, 40, 90, 150]), more))
         prompts.append(prompt)
     if live and random.random() < 0.01:
         acts.append(("leaves", random.choice(live)))
@@ -131,7 +166,7 @@ def duel(core: Any, kinds: tuple[Any, Any], ahead: int, seed: int, *, beside_sto
                 side.does(act)
             told.append(side.step(seed))
         if told[0] != told[1]:
-            other = "stock" if beside_stock else "without decode_step"
+            other = "stock" if beside_stock else "without our own loops"
             raise SystemExit(f"seed {seed}, step {step}, {blocks} blocks: {other}\n{told[0]}\nours\n{told[1]}")
         if not live and len(prompts) == REQUESTS:
             break
@@ -143,21 +178,23 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=scheduling.MODELS, choices=scheduling.MODELS)
     parser.add_argument("--seeds", type=int, default=40)
     asked = parser.parse_args()
-    vars(ours)["decode_step"] = counted
-    say("| model | steps | beside | seeds | made by decode_step | by the loop |")
-    say("|---|---|---|--:|--:|--:|")
+    vars(ours).update(decode_step=counted, take_tokens=taken)
+    say("| model | steps | beside | seeds | made by decode_step | by the loop | tokens taken at once | by the loop |")
+    say("|---|---|---|--:|--:|--:|--:|--:|")
     for match in (match for match in MATCHES if match.name in asked.models):
         core, _engine = engine_core(match, 64)
         core.scheduler.vllm_config.scheduler_config.max_num_batched_tokens = 64
         beside_stock = match.name != "granite_hybrid"
         for title, kinds in KINDS.items():
+            MADE.clear()
             TAKEN.clear()
             for seed in range(asked.seeds):
                 duel(core, kinds, int("ahead" in title), seed, beside_stock=beside_stock)
-            if not TAKEN[True]:
-                raise SystemExit("decode_step made no step")
+            if not (MADE[True] and TAKEN[True]):
+                raise SystemExit("decode_step made no step, or take_tokens took no token")
             beside = "stock" if beside_stock else "ours without"
-            say(f"| tiny:{match.name} | {title} | {beside} | {asked.seeds} | {TAKEN[True]:,} | {TAKEN[False]:,} |")
+            counts = f"{MADE[True]:,} | {MADE[False]:,} | {TAKEN[True]:,} | {TAKEN[False]:,}"
+            say(f"| tiny:{match.name} | {title} | {beside} | {asked.seeds} | {counts} |")
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ r"""hybridkv inside vLLM: vLLM's schedulers with this library's cache manager in
     natural_tier     both in the natural layout: the library's own host tier and its copies
 
 The package patches nothing in vLLM: the scheduler is a subclass that replaces its ``kv_cache_manager`` after
-construction. Only ``scheduler``, ``connector``, ``nixl``, ``natural_config`` and ``natural_worker`` import vLLM. All
-other modules use the names of vLLM's fields. vLLM 0.33 and 0.32 are supported.
+construction. ``scheduler``, ``decoding``, ``connector``, ``nixl``, ``natural_config`` and ``natural_worker`` import
+vLLM. All other modules use the names of vLLM's fields. vLLM 0.33 and 0.32 are supported.
 """
 
 from __future__ import annotations

@@ -189,12 +189,46 @@ class Decoded(NamedTuple):
     new_blocks: list[Ids | None]
 
 
+class Ends(NamedTuple):
+    """What ends a request of which vLLM reports tokens only.
+
+    Attributes:
+        tokens: The token count, prompt included, at which it ends.
+        stops: The token ids that end it.
+    """
+
+    tokens: int
+    stops: frozenset[int]
+
+
+def ends_of(request: Any, longest: int) -> Ends | None:  # noqa: ANN401 - vLLM's Request
+    """Return what ends ``request``; ``None`` if vLLM checks or reports more of it than tokens.
+
+    Args:
+        request: vLLM's request.
+        longest: The most tokens that the model takes.
+    """
+    sampling = request.sampling_params
+    if (
+        sampling is None
+        or request.pooling_params is not None
+        or request.structured_output_request is not None
+        or request.mm_features
+        or request.resumable
+        or sampling.num_logprobs is not None
+        or sampling.repetition_detection is not None
+    ):
+        return None
+    stops = {sampling.eos_token_id, *(sampling.stop_token_ids or ())} - {None}
+    return Ends(min(request.num_prompt_tokens + request.max_tokens, longest), frozenset(stops))
+
+
 class SlotsAhead:
     """Slots allocated ahead for the requests of ``mirrors``.
 
     ``longest`` is the most tokens that the model takes. ``served`` holds our requests that this step looked at. All
     others need no block in this step and pass no checkpoint position. ``owed`` holds the blocks of requests that vLLM
-    does not know yet.
+    does not know yet. ``ends`` holds what ends each request, for those that decoded.
     """
 
     def __init__(self, cache: KVCacheManager, mirrors: Mirrors, longest: int) -> None:
@@ -207,6 +241,7 @@ class SlotsAhead:
         self.owed = dict[str, Ids]()
         self._enough = dict[str, int]()
         self.served = dict[str, Request]()
+        self.ends = dict[str, Ends | None]()
 
     def end_step(self) -> None:
         """End the step. Blocks unknown to vLLM stay with the request, and are reported with its next slots."""
@@ -221,7 +256,7 @@ class SlotsAhead:
     def forget(self, name: str) -> None:
         """Drop a request that holds nothing any longer."""
         self.served.pop(name, None)
-        for table in (self._ready, self.owed, self._enough):
+        for table in (self._ready, self.owed, self._enough, self.ends):
             table.pop(name, None)
 
     def serve(self, request: EngineRequest, mine: Request, new_tokens: int, lookahead: int) -> KVCacheBlocks | None:

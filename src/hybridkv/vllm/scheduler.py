@@ -13,8 +13,6 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy, maybe_convert_block_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler as TheirAsyncScheduler
-from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler as TheirScheduler
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
@@ -25,6 +23,7 @@ from hybridkv.cache import BlockRemoved, BlockStored, KVCacheEvent, KVCacheManag
 from hybridkv.errors import ConfigError
 from hybridkv.kv_events import RequestPublisher
 from hybridkv.observe.prefixes import PREFIXES, ExactEvents, without_resume_points
+from hybridkv.vllm.decoding import add_tokens, decode_step, take_tokens
 from hybridkv.vllm.manager import CacheManager, reference_cache
 from hybridkv.vllm.natural import (
     ATTRIBUTE,
@@ -133,14 +132,22 @@ class Scheduler(TheirScheduler):  # type: ignore[misc] # vLLM is not typed here
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:  # noqa: ANN401 - vLLM's
-        """Settle the step in the cache, then update as vLLM does.
+        """Settle the step in the cache, then update as vLLM does. Requests that only go on skip vLLM's loop.
 
         Args:
             scheduler_output: as in vLLM's scheduler.
             model_runner_output: as in vLLM's scheduler.
         """
         self.kv_cache_manager.executed(scheduler_output)
-        return super().update_from_output(scheduler_output, model_runner_output)
+        counts = scheduler_output.num_scheduled_tokens
+        taken, others = take_tokens(self, scheduler_output, model_runner_output)
+        scheduler_output.num_scheduled_tokens = others
+        try:
+            outputs = super().update_from_output(scheduler_output, model_runner_output)
+        finally:
+            scheduler_output.num_scheduled_tokens = counts
+        add_tokens(outputs, taken, counts)
+        return outputs
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - vLLM's
         """Free a request that ended as vLLM does, and publish it if that is wanted."""
@@ -276,85 +283,6 @@ def require_class(scheduler: Any) -> None:  # noqa: ANN401 - vLLM's
             f"hybridkv.vllm.{name} schedules a step after the last one's output, and vLLM was started with async "
             f"scheduling: use --scheduler-cls hybridkv.vllm.Async{name}, or --no-async-scheduling"
         )
-
-
-def decode_step(scheduler: Any) -> SchedulerOutput | None:  # noqa: ANN401 - vLLM's
-    """Return the output of a step in which all running requests decode one token, or ``None`` for other steps.
-
-    Most steps of a busy server are like this. vLLM's loop checks each request for features that no request of this step
-    uses: drafts, encoder inputs, chunks and preemption. vLLM's ``_update_after_schedule`` then handles the output as
-    usual.
-    O(running requests).
-    """
-    most = min(scheduler.max_num_scheduled_tokens, scheduler.vllm_config.scheduler_config.max_num_batched_tokens)
-    if not 0 < len(scheduler.running) <= most or not _nothing_else(scheduler):
-        return None
-    manager = scheduler.kv_cache_manager
-    decoded = manager.decode(scheduler.running)
-    if decoded is None:
-        return None
-    running = decoded.requests
-    scheduler.current_step += 1
-    if running and hasattr(scheduler, "num_executed_steps"):  # vLLM 0.33 counts steps with tokens
-        scheduler.num_executed_steps += 1
-    scheduler.prefill_capacity_bound = False  # no request waits
-    names = [request.request_id for request in running]
-    cached = CachedRequestData(
-        req_ids=names,
-        resumed_req_ids=set(),
-        new_token_ids=[],
-        all_token_ids=_not_in_the_last_step(scheduler, running),
-        new_block_ids=decoded.new_blocks,
-        num_computed_tokens=decoded.num_computed_tokens,
-        num_output_tokens=[
-            computed + 1 - request.num_prompt_tokens
-            for request, computed in zip(running, decoded.num_computed_tokens, strict=True)
-        ],
-    )
-    output = SchedulerOutput(
-        scheduled_new_reqs=[],
-        scheduled_cached_reqs=cached,
-        num_scheduled_tokens=dict.fromkeys(names, 1),
-        total_num_scheduled_tokens=len(names),
-        scheduled_spec_decode_tokens={},
-        scheduled_encoder_inputs={},
-        preempted_req_ids=scheduler.reset_preempted_req_ids,
-        finished_req_ids=scheduler.finished_req_ids,
-        free_encoder_mm_hashes=scheduler.encoder_cache_manager.get_freed_mm_hashes(),
-        new_block_ids_to_zero=scheduler._get_new_block_ids_to_zero(),
-        ec_manager_metadata=scheduler.encoder_cache_manager.get_manager_metadata(),
-        num_spec_tokens_to_schedule=0,
-    )
-    scheduler._update_after_schedule(output)
-    return output
-
-
-def _not_in_the_last_step(scheduler: Any, running: Sequence[Any]) -> dict[str, list[int]]:  # noqa: ANN401 - vLLM's
-    """Return tokens of requests that the last step left out, for vLLM's first model runner; update its record."""
-    if scheduler.use_v2_model_runner:
-        return {}
-    last = scheduler.prev_step_scheduled_req_ids
-    tokens = {one.request_id: one.all_token_ids.copy() for one in running if one.request_id not in last}
-    last.clear()
-    last.update(request.request_id for request in running)
-    return tokens
-
-
-def _nothing_else(scheduler: Any) -> bool:  # noqa: ANN401 - vLLM's
-    """Return whether no request waits and only the cache influences the step."""
-    started, (_, waiting) = scheduler.vllm_config, scheduler.get_request_counts()
-    return not (
-        waiting
-        or scheduler.pause_state is not PauseState.UNPAUSED
-        or scheduler.connector is not None
-        or scheduler.defer_block_free  # steps are counted in the loop
-        or scheduler.ec_connector is not None
-        or scheduler.aux_output_connector is not None
-        or started.speculative_config is not None
-        or scheduler.num_sampled_tokens_per_step != 1
-        or started.parallel_config.pipeline_parallel_size > 1
-        or started.observability_config.enable_logging_iteration_details
-    )
 
 
 class EventConverter:
