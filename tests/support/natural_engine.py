@@ -329,7 +329,7 @@ class Engine:
         """Whether all that runs decodes one token, and nobody is there besides: they are then in ``output``."""
         if self.waiting or self.arrived or self.connector or self.host or len(self.running) > self.budget:
             return False
-        decoded = self.manager.decode(self.running)
+        decoded = self.manager.decode(self.running, len(self.running))
         if decoded is None:
             return False
         self.decodes += bool(decoded.requests)

@@ -4,7 +4,7 @@
     python drift.py --faults        makes drifts on purpose, and fails unless each is named
 
 Signatures, fields and attributes are compared by name. From the source of vLLM it is read what its scheduler writes and
-calls in ``schedule`` (effects.py): ``decode_step`` has the same effect, or a guard says why it needs none. The same for
+calls in ``schedule`` (effects.py): ``decoding`` has the same effect, or a guard says why it needs none. The same for
 ``take_tokens`` and the loop over requests in ``update_from_output``, for the ends of requests in ``check_stop``, for
 attributes that its constructor hands the cache manager, and for all that vLLM reads of a manager.
 """
@@ -135,15 +135,19 @@ IN_SCHEDULERS = (
     "kv_cache_config",
     "kv_cache_manager",
     "defer_block_free",
+    "lora_config",
     "mamba_has_prefill_checkpoint_blocks",
+    "max_num_active_reqs",
     "max_num_scheduled_tokens",
     "need_mamba_block_aligned_split",
     "needs_kv_cache_zeroing",
     "num_sampled_tokens_per_step",
+    "policy",
     "prefill_capacity_bound",
     "prev_step_scheduled_req_ids",
     "reset_preempted_req_ids",
     "running",
+    "scheduler_config",
     "use_v2_model_runner",
     "vllm_config",
     "waiting",
@@ -390,8 +394,8 @@ SKIPPED: Mapping[str, tuple[str, ...]] = {
         "encoder_cache_manager.get_cached_num_encoder_embeds()",
         "encoder_cache_mismatch_reqs.add()",
     ),
-    # the loop preempts: all of these only where a request gets no slot
-    "decoded is None": (
+    # the loop preempts: all of these only where a request gets no slot, which ends those that decode
+    "covered, place = due[served]": (
         "kv_cache_manager.free()",
         "request.drop_stale_output",
         "request.num_output_placeholders",
@@ -402,10 +406,10 @@ SKIPPED: Mapping[str, tuple[str, ...]] = {
         "running.index()",
         "running.pop()",
     ),
-    # our step is opened around decode_step and the loop
-    "manager.decode": ("kv_cache_manager.allocate_slots()", "kv_cache_manager.new_step_starts()"),
+    # our step is opened around all of it
+    "kv_cache_manager.decode": ("kv_cache_manager.allocate_slots()", "kv_cache_manager.new_step_starts()"),
 }
-"""Effects of vLLM's loop that ``decode_step`` goes without, by the guard in our source for which it does."""
+"""Effects of vLLM's loop that ``decoding`` goes without, by the guard in our source for which it does."""
 SKIPPED_OF_RELEASE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "0.32": {"scheduler.get_request_counts": ("grammar_compile_error_reqs.add()",)},
     "0.33": {
@@ -424,6 +428,29 @@ SKIPPED_OF_RELEASE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
 }
 """More of them, in one release."""
+CHANGED = {"self.running", "self.max_num_active_reqs", "self.scheduler_config.max_num_batched_tokens"}
+READS_RUNNING: Mapping[str, set[str]] = {
+    "schedule": {
+        "bool(self.running)",  # has_scheduled_reqs: CacheManager.decode knows
+        "for r in self.running",  # throttled, or a local_prefill_interval
+        "for req in self.running if req.lora_request and req.lora_request.lora_int_id > 0",  # lora_config
+        "input_budget = self.scheduler_config.max_num_batched_tokens",
+        "len(self.running)",
+        "len(self.running) <= self.max_num_running_reqs",
+        "max(self.running, key=lambda r: (r.priority, r.arrival_time))",  # SchedulingPolicy.FCFS
+        "num_running >= self.max_num_active_reqs",
+        "self.running.append",
+        "self.running.index",
+        "self.running.pop",
+        "self.running[-1]",
+        "self.running[req_index]",
+        "self.running[victim_index]",
+    },
+    "get_request_counts": {"len(self.running)"},  # long_prefill_token_threshold
+}
+"""Where ``schedule`` reads what ``set_aside`` changes: all as for the requests left, or guarded."""
+OUTSIDE = ("__init__", "_handle_invalid_blocks", "finish_requests", "reset_prefix_cache", "update_from_output")
+"""Methods of vLLM's scheduler that ``schedule`` does not call."""
 NOT_TAKEN: Mapping[str, set[str]] = {
     "limit.stops": {"_free_request()", "_handle_stopped_request()", "request.resumable", "request.status"},
     "request.num_stale_output_tokens": {"request.num_stale_output_tokens"},
@@ -560,22 +587,32 @@ def bypassed() -> Iterator[str]:
     """Effects of methods of vLLM's that run no longer, or not in every step."""
     methods = methods_of(Scheduler)
     mine = set[str]()
-    for function in (decoding.decode_step, decoding._not_in_the_last_step):
+    for function in (decoding.empty_step, decoding.add):
         mine |= effects(tree_of(function), methods, "scheduler")
-    guarding = (decoding.decode_step, decoding._nothing_else, SlotsAhead.decode)
+    guarding = (decoding.decode, decoding._only_tokens, SlotsAhead.decode, ours.Scheduler.schedule)
     source = "".join(inspect.getsource(function) for function in guarding)
     skipped = set[str]()
     for guard, names in chain(SKIPPED.items(), SKIPPED_OF_RELEASE[RELEASE].items()):
         skipped |= set(names)
         if guard not in source:
-            yield f"decode_step has no guard {guard}, for which it goes without {', '.join(names)}"
+            yield f"decoding has no guard {guard}, for which it goes without {', '.join(names)}"
     theirs = effects(methods["schedule"], methods)
     for name in sorted(theirs - mine - skipped):
-        yield f"Scheduler.schedule has an effect {name}, which decode_step has not"
+        yield f"Scheduler.schedule has an effect {name}, which decoding has not"
     for name in sorted(skipped - theirs):
         yield f"Scheduler.schedule has no effect {name}"
     for name in sorted(effects(methods["_mamba_block_aligned_split"], methods)):
         yield f"Scheduler._mamba_block_aligned_split has an effect {name}, which NaturalScheduler's has not"
+    for name, method in ((name, one) for name, one in methods.items() if name not in OUTSIDE):
+        for line in sorted(set(of_running(method)) - READS_RUNNING.get(name, set())):
+            yield f"Scheduler.{name} has {line!r}, which sees not all running requests where set_aside hides some"
+
+
+def of_running(function: ast.FunctionDef) -> Iterator[str]:
+    """Yield the expressions of ``function`` that read what ``set_aside`` changes."""
+    for node in ast.walk(function):
+        if any(path_of(one) in CHANGED for one in ast.iter_child_nodes(node) if isinstance(one, ast.Attribute)):
+            yield ast.unparse(node).strip()
 
 
 def outputs_loop(methods: Mapping[str, ast.FunctionDef]) -> ast.FunctionDef:
@@ -661,7 +698,7 @@ def not_set() -> Iterator[str]:
         yield f"NixlBaseConnectorWorker.register_kv_caches sets {name}, and NaturalNixlWorker does not"
     for kind in WHOLE:  # of what we make, another field is another thing to say
         more = {one.name for one in fields(kind)} - {*FIELDS[kind], *FIELDS_OF_RELEASE[RELEASE].get(kind, ())}
-        yield from (f"{kind.__name__} has a field {name}, of which decode_step says nothing" for name in sorted(more))
+        yield from (f"{kind.__name__} has a field {name}, of which decoding says nothing" for name in sorted(more))
     for kind, known in EVENTS[RELEASE].items():
         for name in sorted(known ^ set(kind.__struct_fields__)):
             yield f"{kind.__name__} has a field {name}, or has it no longer, of which EventConverter does not know"
@@ -712,16 +749,30 @@ def faults() -> Iterator[str]:
         ("counts = self.counts\ncounts.clear()", "counts.clear()"),
         ("request.steps += 1", "request.steps"),
     ):
-        loop = outputs_loop(methods)
-        loop.body += ast.parse(statement).body
-        if effects(loop, {}) - effects(outputs_loop(methods), {}) != {name}:
-            yield f"{statement!r} in update_from_output is not named"
+        function = methods["schedule"]
+        changed = ast.FunctionDef(
+            "schedule", function.args, [*function.body, *ast.parse("a = self.running[0]").body], []
+        )
+        if set(of_running(changed)) - READS_RUNNING["schedule"] != {"self.running[0]"}:
+            yield "self.running[0] is not named"
         for where in ("schedule", "_preempt_request"):
             function = methods[where]
             changed = ast.FunctionDef(where, function.args, [*function.body, *ast.parse(statement).body], [])
             more = {**methods, where: changed}
             if effects(more["schedule"], more) - effects(methods["schedule"], methods) != {name}:
                 yield f"{statement!r} in {where} is not named"
+
+
+def loop_faults() -> Iterator[str]:
+    """The same for the loop over outputs, and for what reads the running requests."""
+    methods = methods_of(Scheduler)
+    loop, function = outputs_loop(methods), methods["schedule"]
+    loop.body += ast.parse("request.steps += 1").body
+    if effects(loop, {}) - effects(outputs_loop(methods), {}) != {"request.steps"}:
+        yield "request.steps in update_from_output is not named"
+    changed = ast.FunctionDef("schedule", function.args, [*function.body, *ast.parse("a = self.running[0]").body], [])
+    if set(of_running(changed)) - READS_RUNNING["schedule"] != {"self.running[0]"}:
+        yield "self.running[0] is not named"
 
 
 def refusals() -> Iterator[str]:
@@ -759,6 +810,6 @@ if __name__ == "__main__":
     if not set(ours.SUPPORTED) == set(FIELDS_OF_RELEASE) == set(SKIPPED_OF_RELEASE) == set(CAPTURED) == set(EVENTS):
         sys.exit(f"the lists here are not of the releases {', '.join(ours.SUPPORTED)}")
     ours.require_version(vllm.__version__)
-    found = [*faults(), *refusals()] if "--faults" in sys.argv else list(drifted())
+    found = [*faults(), *loop_faults(), *refusals()] if "--faults" in sys.argv else list(drifted())
     sys.stdout.write("".join(f"{line}\n" for line in found))
     sys.exit(bool(found))

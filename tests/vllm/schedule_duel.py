@@ -3,11 +3,11 @@
     python tests/vllm/schedule_duel.py --seeds 40
 
 No forwards: outputs are made up of the place they stand in. Requests come while others run, share heads, end by a stop
-token, by length and by being aborted; blocks are so few that some are preempted; the cache is forgotten in between. Two
-clients ask; some requests want logprobs or end when they repeat themselves, which ``take_tokens`` leaves to vLLM.
-Every step's outputs and every request's counters are those of stock's, field by field; of models with states those of
-ours without ``decode_step`` and ``take_tokens``: who is admitted beside states may differ from stock
-(docs/differential.md).
+token, by length and by being aborted; blocks are so few that some are preempted; the cache is forgotten in between.
+Some loads have priorities, few requests at once, or prompts in short parts. Two clients ask; some requests want
+logprobs, or end when they repeat themselves, which ``take_tokens`` leaves to vLLM. Every step's outputs and every
+request's counters are those of stock's, field by field; of models with states those of ours without ``decode`` and
+``take_tokens``: who is admitted beside states may differ from stock (docs/differential.md).
 """
 
 import argparse
@@ -16,8 +16,9 @@ import os
 import sys
 from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import Any, Self
 
 import scheduling
 from generate_duel import MATCHES, say
@@ -28,7 +29,7 @@ from vllm.v1.request import Request, RequestStatus
 
 import hybridkv.vllm.scheduler as ours
 import vllm
-from hybridkv.vllm.decoding import decode_step, take_tokens
+from hybridkv.vllm.decoding import decode, take_tokens
 
 STOP, STEPS, REQUESTS = 7, 250, 30
 REPEATS = RepetitionDetectionParams(max_pattern_size=1, min_pattern_size=1, min_count=2)
@@ -42,17 +43,20 @@ OF_REQUESTS = (
     "num_tokens",
     "num_output_tokens",
 )
-MADE: Counter[bool] = Counter()
-"""Steps that ``decode_step`` made, and those that it left to the loop."""
+MADE: Counter[str] = Counter()
+"""Steps of requests that ``decode`` scheduled alone, those beside others of the loop, and those of the loop alone."""
 TAKEN: Counter[bool] = Counter()
 """Tokens that ``take_tokens`` took in, and requests of a step that it left to the loop."""
 
 
-def counted(scheduler: Any, decode: Any = decode_step) -> Any:  # noqa: ANN401 - of vLLM
-    """``decode_step``, but for a scheduler that goes without."""
-    output = None if getattr(scheduler, "goes_without", False) else decode(scheduler)
-    MADE[output is not None] += 1
-    return output
+def counted(scheduler: Any, *, throttled: bool, by: Any = decode) -> Any:  # noqa: ANN401 - of vLLM
+    """``decode``, but for a scheduler that goes without."""
+    if getattr(scheduler, "goes_without", False):
+        return None
+    decoded = by(scheduler, throttled=throttled)
+    alone = decoded is not None and decoded.covered == len(scheduler.running) and not scheduler.get_request_counts()[1]
+    MADE["loop" if decoded is None else "alone" if alone else "beside"] += 1
+    return decoded
 
 
 def taken(scheduler: Any, step: Any, answer: Any, take: Any = take_tokens) -> Any:  # noqa: ANN401 - of vLLM
@@ -65,13 +69,31 @@ def taken(scheduler: Any, step: Any, answer: Any, take: Any = take_tokens) -> An
     return tokens, others
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a scheduler may use. long_prefill: tokens of a prompt in one step, 0 for all."""
+
+    blocks: int
+    requests: int
+    policy: str
+    long_prefill: int
+
+    @classmethod
+    def of(cls, random: Random) -> Self:
+        policy = "priority" if random.random() < 0.2 else "fcfs"
+        return cls(random.randrange(14, 60), random.choice([4, 8, 64]), policy, random.choice([0, 0, 0, 24]))
+
+
 class Side:
     """A scheduler and its steps in flight. ahead: how many are scheduled before the first one's output is in."""
 
-    def __init__(self, kind: Any, core: Any, ahead: int, blocks: int, *, goes_without: bool) -> None:  # noqa: ANN401
+    def __init__(self, kind: Any, core: Any, ahead: int, limits: Limits, *, goes_without: bool) -> None:  # noqa: ANN401
         made, config = core.scheduler, copy.copy(core.scheduler.kv_cache_config)
-        config.num_blocks = made.vllm_config.cache_config.num_gpu_blocks = blocks
+        config.num_blocks = made.vllm_config.cache_config.num_gpu_blocks = limits.blocks
+        made.vllm_config.scheduler_config.policy = limits.policy
+        made.vllm_config.scheduler_config.long_prefill_token_threshold = limits.long_prefill
         self.scheduler = scheduler_of(kind, core, config)
+        self.scheduler.max_num_active_reqs = limits.requests
         self.scheduler.goes_without = goes_without
         self.hasher, self.ahead = core.request_block_hasher, ahead
         self.flight: deque[tuple[Any, dict[str, int]]] = deque()
@@ -89,6 +111,7 @@ class Side:
                 sampling,
                 None,
                 client_index=len(prompt) % 2,
+                priority=len(prompt) % 3,
                 arrival_time=float(name),
                 block_hasher=self.hasher,
             )
@@ -98,9 +121,9 @@ class Side:
         else:
             self.scheduler.reset_prefix_cache()
 
-    def step(self, seed: int) -> list[Any]:
+    def step(self, seed: int, *, throttled: bool) -> list[Any]:
         """What the step's output says, what comes of the one that ends, and how things stand."""
-        output = self.scheduler.schedule()
+        output = self.scheduler.schedule(throttled)
         told: list[Any] = copy.deepcopy(said_to_workers(output))
         ends = {
             name: self.scheduler.requests[name].num_computed_tokens
@@ -151,23 +174,23 @@ def acts_of(random: Random, prompts: list[list[int]], live: Sequence[str]) -> li
 def duel(core: Any, kinds: tuple[Any, Any], ahead: int, seed: int, *, beside_stock: bool) -> None:  # noqa: ANN401
     """SystemExit where the two differ."""
     random = Random(seed)
-    blocks, (stock, mine) = random.randrange(14, 60), kinds
+    limits, (stock, mine) = Limits.of(random), kinds
     sides = [
-        Side(stock if beside_stock else mine, core, ahead, blocks, goes_without=True),
-        Side(mine, core, ahead, blocks, goes_without=False),
+        Side(stock if beside_stock else mine, core, ahead, limits, goes_without=True),
+        Side(mine, core, ahead, limits, goes_without=False),
     ]
     prompts = list[list[int]]()
     for step in range(STEPS):
         live = sorted(sides[0].scheduler.requests)
         acts = acts_of(random, prompts, live)
-        told = []
+        told, throttled = [], random.random() < 0.1
         for side in sides:
             for act in acts:
                 side.does(act)
-            told.append(side.step(seed))
+            told.append(side.step(seed, throttled=throttled))
         if told[0] != told[1]:
             other = "stock" if beside_stock else "without our own loops"
-            raise SystemExit(f"seed {seed}, step {step}, {blocks} blocks: {other}\n{told[0]}\nours\n{told[1]}")
+            raise SystemExit(f"seed {seed}, step {step}, {limits}: {other}\n{told[0]}\nours\n{told[1]}")
         if not live and len(prompts) == REQUESTS:
             break
     sides[1].scheduler.kv_cache_manager.cache.check()
@@ -178,9 +201,9 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=scheduling.MODELS, choices=scheduling.MODELS)
     parser.add_argument("--seeds", type=int, default=40)
     asked = parser.parse_args()
-    vars(ours).update(decode_step=counted, take_tokens=taken)
-    say("| model | steps | beside | seeds | made by decode_step | by the loop | tokens taken at once | by the loop |")
-    say("|---|---|---|--:|--:|--:|--:|--:|")
+    vars(ours).update(decode=counted, take_tokens=taken)
+    say("| model | steps | compared with | seeds | decoding alone | beside the loop | loop | tokens at once | loop |")
+    say("|---|---|---|--:|--:|--:|--:|--:|--:|")
     for match in (match for match in MATCHES if match.name in asked.models):
         core, _engine = engine_core(match, 64)
         core.scheduler.vllm_config.scheduler_config.max_num_batched_tokens = 64
@@ -190,10 +213,11 @@ def main() -> None:
             TAKEN.clear()
             for seed in range(asked.seeds):
                 duel(core, kinds, int("ahead" in title), seed, beside_stock=beside_stock)
-            if not (MADE[True] and TAKEN[True]):
-                raise SystemExit("decode_step made no step, or take_tokens took no token")
+            if not (MADE["alone"] and MADE["beside"] and TAKEN[True]):
+                raise SystemExit("decode scheduled no request, or take_tokens took no token")
             beside = "stock" if beside_stock else "ours without"
-            counts = f"{MADE[True]:,} | {MADE[False]:,} | {TAKEN[True]:,} | {TAKEN[False]:,}"
+            steps = " | ".join(f"{MADE[how]:,}" for how in ("alone", "beside", "loop"))
+            counts = f"{steps} | {TAKEN[True]:,} | {TAKEN[False]:,}"
             say(f"| tiny:{match.name} | {title} | {beside} | {asked.seeds} | {counts} |")
 
 

@@ -1,61 +1,105 @@
-"""Steps in which requests decode, without vLLM's loops, which check each request for features that few use.
+"""Requests that decode skip vLLM's loops, which check each request for features that few use.
 
-schedule             decode_step   if every running request decodes a token and none waits; else vLLM's loop
-update_from_output   take_tokens   for each request that gets one token and goes on; vLLM's loop for the others
+    running   [ decodes | decodes | chunk | decodes ]    waiting   [ new ]
+schedule        decode             vLLM's loop                       vLLM's loop
+
+    step      [ goes on | goes on | first token | goes on | ends ]
+update_from_output
+                take_tokens         vLLM's loop   take_tokens  vLLM's loop
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any, Final
 
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
-from hybridkv.vllm.requests import ends_of
+from hybridkv.vllm.requests import Decoded, ends_of
+
+_FEW: Final = 3
+"""Fewer decoding requests are left to vLLM's loop, if others run in the same step: it takes less time for them."""
 
 
-def decode_step(scheduler: Any) -> SchedulerOutput | None:  # noqa: ANN401 - vLLM's
-    """Return the output of a step in which all running requests decode one token, or ``None`` for other steps.
+def decode(scheduler: Any, *, throttled: bool) -> Decoded | None:  # noqa: ANN401 - vLLM's
+    """Allocate slots for the leading running requests that decode one token; ``None`` if vLLM's loop must schedule all.
 
-    Most steps of a busy server are like this. vLLM's loop checks each request for features that no request of this step
-    uses: drafts, encoder inputs, chunks and preemption. vLLM's ``_update_after_schedule`` then handles the output as
-    usual.
-    O(running requests).
+    Requests after them, and new ones, run in the same step where vLLM's loop does not see the difference: it looks at
+    the number of tokens and requests that are left, and preempts the last running request first. O(running).
+
+    Args:
+        scheduler: The scheduler.
+        throttled: vLLM holds back prompts in this step.
     """
-    most = min(scheduler.max_num_scheduled_tokens, scheduler.vllm_config.scheduler_config.max_num_batched_tokens)
-    if not 0 < len(scheduler.running) <= most or not _nothing_else(scheduler):
+    config, running = scheduler.scheduler_config, len(scheduler.running)
+    most = min(scheduler.max_num_scheduled_tokens, config.max_num_batched_tokens)
+    if not 0 < running <= most or not _only_tokens(scheduler):
         return None
-    manager = scheduler.kv_cache_manager
-    decoded = manager.decode(scheduler.running)
-    if decoded is None:
+    is_split = (
+        not throttled
+        and scheduler.policy is SchedulingPolicy.FCFS  # a priority may preempt any running request
+        and not config.long_prefill_token_threshold  # divided by all requests
+        and not scheduler.lora_config  # adapters of all running requests count
+        and getattr(scheduler, "local_prefill_interval", 1) <= 1  # vLLM 0.33: prompts wait while some request decodes
+    )
+    if not is_split and scheduler.get_request_counts()[1]:
         return None
-    running = decoded.requests
-    scheduler.current_step += 1
-    if running and hasattr(scheduler, "num_executed_steps"):  # vLLM 0.33 counts steps with tokens
-        scheduler.num_executed_steps += 1
-    scheduler.prefill_capacity_bound = False  # no request waits
-    names = [request.request_id for request in running]
-    cached = CachedRequestData(
-        req_ids=names,
+    at_least = min(_FEW, running) if is_split else running
+    decoded: Decoded | None = scheduler.kv_cache_manager.decode(scheduler.running, at_least)
+    return decoded
+
+
+def told_of(scheduler: Any, decoded: Decoded) -> CachedRequestData:  # noqa: ANN401 - vLLM's
+    """Return what the workers are told of the requests of ``decoded``. Call before vLLM schedules others."""
+    running, computed = decoded.requests, decoded.num_computed_tokens
+    last = scheduler.prev_step_scheduled_req_ids  # vLLM's first model runner needs the tokens of those left out
+    without = () if scheduler.use_v2_model_runner else [one for one in running if one.request_id not in last]
+    return CachedRequestData(
+        req_ids=[request.request_id for request in running],
         resumed_req_ids=set(),
         new_token_ids=[],
-        all_token_ids=_not_in_the_last_step(scheduler, running),
+        all_token_ids={one.request_id: list(one.all_token_ids) for one in without},
         new_block_ids=decoded.new_blocks,
-        num_computed_tokens=decoded.num_computed_tokens,
+        num_computed_tokens=computed,
         num_output_tokens=[
-            computed + 1 - request.num_prompt_tokens
-            for request, computed in zip(running, decoded.num_computed_tokens, strict=True)
+            tokens + 1 - request.num_prompt_tokens for request, tokens in zip(running, computed, strict=True)
         ],
     )
+
+
+@contextmanager
+def set_aside(scheduler: Any, decoded: Decoded) -> Iterator[None]:  # noqa: ANN401 - vLLM's
+    """Hide the running requests that ``decoded`` covers from vLLM's loops, and take their tokens off its budgets."""
+    config = scheduler.scheduler_config
+    before = config.max_num_batched_tokens, scheduler.max_num_active_reqs
+    covered, scheduler.running = scheduler.running[: decoded.covered], scheduler.running[decoded.covered :]
+    # vLLM schedules the smaller of two numbers of tokens, and reads the other one elsewhere
+    config.max_num_batched_tokens = min(before[0], scheduler.max_num_scheduled_tokens) - len(decoded.requests)
+    scheduler.max_num_active_reqs -= decoded.covered
+    try:
+        yield
+    finally:
+        config.max_num_batched_tokens, scheduler.max_num_active_reqs = before
+        scheduler.running = covered + scheduler.running
+
+
+def empty_step(scheduler: Any) -> SchedulerOutput:  # noqa: ANN401 - vLLM's
+    """Return the output of a step to which only ``add`` adds requests, after vLLM's ``_update_after_schedule``."""
+    scheduler.current_step += 1
+    scheduler.prefill_capacity_bound = False  # no request waits
+    if not scheduler.use_v2_model_runner:
+        scheduler.prev_step_scheduled_req_ids.clear()
     output = SchedulerOutput(
         scheduled_new_reqs=[],
-        scheduled_cached_reqs=cached,
-        num_scheduled_tokens=dict.fromkeys(names, 1),
-        total_num_scheduled_tokens=len(names),
+        scheduled_cached_reqs=CachedRequestData.make_empty(),
+        num_scheduled_tokens={},
+        total_num_scheduled_tokens=0,
         scheduled_spec_decode_tokens={},
         scheduled_encoder_inputs={},
         preempted_req_ids=scheduler.reset_preempted_req_ids,
@@ -69,23 +113,37 @@ def decode_step(scheduler: Any) -> SchedulerOutput | None:  # noqa: ANN401 - vLL
     return output
 
 
-def _not_in_the_last_step(scheduler: Any, running: Sequence[Any]) -> dict[str, list[int]]:  # noqa: ANN401 - vLLM's
-    """Return tokens of requests that the last step left out, for vLLM's first model runner; update its record."""
-    if scheduler.use_v2_model_runner:
-        return {}
-    last = scheduler.prev_step_scheduled_req_ids
-    tokens = {one.request_id: one.all_token_ids.copy() for one in running if one.request_id not in last}
-    last.clear()
-    last.update(request.request_id for request in running)
-    return tokens
+def add(scheduler: Any, decoding: CachedRequestData, output: SchedulerOutput) -> None:  # noqa: ANN401 - vLLM's
+    """Add the requests ``decoding``, the leading ones, to the ``output`` of a step.
+
+    Args:
+        scheduler: The scheduler.
+        decoding: What the workers are told of them.
+        output: Updated. vLLM's ``_update_after_schedule`` has not seen it.
+    """
+    others, names = output.scheduled_cached_reqs, decoding.req_ids
+    if not output.num_scheduled_tokens and names and hasattr(scheduler, "num_executed_steps"):
+        scheduler.num_executed_steps += 1  # vLLM 0.33 counts steps with tokens
+    output.scheduled_cached_reqs = CachedRequestData(
+        req_ids=names + others.req_ids,
+        resumed_req_ids=others.resumed_req_ids,
+        new_token_ids=others.new_token_ids,  # of pipelines alone
+        all_token_ids=decoding.all_token_ids | others.all_token_ids,
+        new_block_ids=decoding.new_block_ids + others.new_block_ids,
+        num_computed_tokens=decoding.num_computed_tokens + others.num_computed_tokens,
+        num_output_tokens=decoding.num_output_tokens + others.num_output_tokens,
+    )
+    output.num_scheduled_tokens = dict.fromkeys(names, 1) | output.num_scheduled_tokens
+    output.total_num_scheduled_tokens += len(names)
+    if not scheduler.use_v2_model_runner:
+        scheduler.prev_step_scheduled_req_ids.update(names)
 
 
-def _nothing_else(scheduler: Any) -> bool:  # noqa: ANN401 - vLLM's
-    """Return whether no request waits and only the cache influences the step."""
-    started, (_, waiting) = scheduler.vllm_config, scheduler.get_request_counts()
+def _only_tokens(scheduler: Any) -> bool:  # noqa: ANN401 - vLLM's
+    """Return whether only the cache and the budgets influence a step of requests that decode."""
+    started = scheduler.vllm_config
     return not (
-        waiting
-        or scheduler.pause_state is not PauseState.UNPAUSED
+        scheduler.pause_state is not PauseState.UNPAUSED
         or scheduler.connector is not None
         or scheduler.defer_block_free  # steps are counted in the loop
         or scheduler.ec_connector is not None

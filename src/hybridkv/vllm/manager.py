@@ -105,6 +105,7 @@ class CacheManager:
         self._hits = dict[str, tuple[int, Hit]]()  # by waiting request: the last step that looked, and what it found
         self._new_ids: list[int] = []
         self._step = -1
+        self._decodes = False  # whether ``decode`` scheduled requests of the open step, which vLLM's loop does not see
         self._in_flight = deque[tuple[int, object]]()
         self.tier: HostTier | None = None
         self.looked_up = dict[str, tuple[Request, Hit]]()
@@ -118,6 +119,7 @@ class CacheManager:
     def __enter__(self) -> None:
         """Open a step."""
         self._step += 1
+        self._decodes = False
         self.resumed.clear()
         self.cache.engine.begin_step(self._step)
         if self.tier is not None:
@@ -133,9 +135,10 @@ class CacheManager:
         if failed is None:
             self.ahead.end_step()
 
-    def decode(self, running: Sequence[EngineRequest]) -> Decoded | None:
-        """Allocate slots for a step in which all of ``running`` decode a token; ``None`` if vLLM's loop must do it."""
-        decoded = self.ahead.decode(running)
+    def decode(self, running: Sequence[EngineRequest], at_least: int) -> Decoded | None:
+        """Allocate slots for the leading ``running`` that decode a token; ``None`` if fewer than ``at_least`` do."""
+        decoded = self.ahead.decode(running, at_least)
+        self._decodes = decoded is not None
         if decoded is not None:
             for ids in filter(None, decoded.new_blocks):
                 for group in self._attention:
@@ -335,7 +338,7 @@ class CacheManager:
                 delayed=delay_cache_blocks,
                 whole=full_sequence_must_fit,
                 reserved=reserved_blocks,
-                has_running=has_scheduled_reqs,
+                has_running=has_scheduled_reqs or self._decodes,
                 others_wait=len(self._expected) > (name in self._expected),
             )
             if new is not None:

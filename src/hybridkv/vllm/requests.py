@@ -14,7 +14,7 @@ A scheduler cannot reject a request: invalid options are logged and ignored.
 Slots of requests that decode are allocated before vLLM asks for them, and kept until vLLM asks.
 
 give     in one batch, for the first running requests, before vLLM's own loop
-decode   for a step in which all requests decode one token; looks only at requests that need something
+decode   for the leading requests that decode one token; looks only at requests that need something
 take     whether vLLM's call needs no blocks: the request got its slots in this step, or needs none
 serve    the blocks of a call on its own
 
@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from math import ceil
 from typing import Any, Final, NamedTuple, Protocol
@@ -176,14 +176,16 @@ _FEW: Final = 8
 
 
 class Decoded(NamedTuple):
-    """A step of one token for each request.
+    """One token each for the leading running requests.
 
     Attributes:
-        requests: vLLM's requests.
+        covered: the number of leading requests: ``requests``, and those between them whose last token is in flight.
+        requests: vLLM's requests that run.
         num_computed_tokens: computed tokens of each before the step.
         new_blocks: new blocks of each; ``None`` without any.
     """
 
+    covered: int
     requests: list[EngineRequest]
     num_computed_tokens: list[int]
     new_blocks: list[Ids | None]
@@ -304,8 +306,8 @@ class SlotsAhead:
         if len(some) > _FEW:
             self._allocate(some, lookahead)
 
-    def _allocate(self, some: Sequence[_Asked], lookahead: int) -> bool:
-        """Allocate slots for ``some`` in one batch; return whether all got theirs."""
+    def _allocate(self, some: Sequence[_Asked], lookahead: int) -> int:
+        """Allocate slots for ``some`` in one batch; return how many of them got theirs, in their order."""
         counts = [
             # a preempted request may have more tokens in flight than it has computed tokens
             (mine.row, one.num_tokens, one.num_computed_tokens, min(one.num_in_flight_tokens, one.num_computed_tokens))
@@ -320,58 +322,68 @@ class SlotsAhead:
             self.served[name] = mine
         for owner, group, block in zip(slots.owner.tolist(), slots.group.tolist(), slots.block.tolist(), strict=True):
             self._owe(names[owner])[group].append(block)
-        return slots.accepted == len(names)
+        return slots.accepted
 
     def _owe(self, name: str) -> Ids:
         return self.owed.setdefault(name, tuple([] for _ in range(self._num_groups)))
 
     # -- steps of one token each
 
-    def decode(self, running: Iterable[EngineRequest]) -> Decoded | None:
-        """Allocate slots for a token of each of ``running``, except those with their last token in flight.
+    def decode(self, running: Sequence[EngineRequest], at_least: int) -> Decoded | None:
+        """Allocate slots for a token of each of the leading ``running``, except those with their last token in flight.
 
-        Returns ``None`` without allocating if a request does something else or is unknown. Returns ``None`` also if a
-        request gets no slot; the requests before it then keep theirs. O(running), with one call for each request that
+        They end before a request that does something else, is unknown or gets no slot. Returns ``None`` if they are
+        fewer than ``at_least``; requests that got slots then keep them. O(running), with one call for each request that
         needs something.
         """
-        requests, computed_tokens, due = list[EngineRequest](), list[int](), list[int]()
-        enough, longest = self._enough, self._longest - 1
-        for request in running:
+        requests, computed_tokens, due = list[EngineRequest](), list[int](), list[tuple[int, int]]()
+        enough, longest, covered = self._enough, self._longest - 1, len(running)
+        for at, request in enumerate(running):
             computed, ahead = request.num_computed_tokens, request.num_output_placeholders
             if ahead > 0 and _last_in_flight(request):
                 continue
             new = request.num_tokens + ahead - computed
             if new != 1 or computed >= longest or request.is_prefill_chunk or request.mm_features:
-                return None
+                covered = at
+                break
             if computed + 1 >= enough.get(request.request_id, 0):
-                due.append(len(requests))
+                due.append((at, len(requests)))
             requests.append(request)
             computed_tokens.append(computed)
-        new_blocks: list[Ids | None] = [None] * len(requests)
-        if due and not self._decode_due([requests[place] for place in due]):
+        if covered < at_least:
             return None
-        for place in due:
+        served = self._decode_due([requests[place] for _, place in due]) if due else 0
+        if served < len(due):
+            covered, place = due[served]
+            if covered < at_least:
+                return None
+            del requests[place:], computed_tokens[place:]
+        new_blocks: list[Ids | None] = [None] * len(requests)
+        for _, place in due[:served]:
             name = requests[place].request_id
             del self._ready[name]
             new_blocks[place] = self.owed.pop(name, None)
-        return Decoded(requests, computed_tokens, new_blocks)
+        return Decoded(covered, requests, computed_tokens, new_blocks)
 
-    def _decode_due(self, due: Sequence[EngineRequest]) -> bool:
-        """Return whether all of ``due`` got their slots, in their order."""
-        some = [(one, mine, 1) for one in due if (mine := self._mirrors.known(one.request_id)) is not None]
-        if len(some) < len(due) or any(mine.row < 0 for _, mine, _ in some):
-            return False
-        if self._all_at_once and len(due) > _FEW:
-            return self._allocate(some, 0)
+    def _decode_due(self, due: Sequence[EngineRequest]) -> int:
+        """Return how many of ``due`` got their slots, in their order."""
+        some = list[_Asked]()
         for request in due:
+            mine = self._mirrors.known(request.request_id)
+            if mine is None or mine.row < 0:
+                break
+            some.append((request, mine, 1))
+        if self._all_at_once and len(some) > _FEW:
+            return self._allocate(some, 0)
+        for place, (request, _, _) in enumerate(some):
             new = self.serve(request, self._mirrors.of(request), 1, 0)
             if new is None:
-                return False
+                return place
             self._ready[request.request_id] = (1, 0)
             for group, ids in enumerate(new.ids):
                 if len(ids):
                     self._owe(request.request_id)[group].extend(ids.tolist())
-        return True
+        return len(some)
 
 
 def _last_in_flight(request: EngineRequest) -> bool:

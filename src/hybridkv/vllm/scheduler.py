@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy, maybe_convert_block_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler as TheirAsyncScheduler
+from vllm.v1.core.sched.output import CachedRequestData
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler as TheirScheduler
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
@@ -23,7 +24,7 @@ from hybridkv.cache import BlockRemoved, BlockStored, KVCacheEvent, KVCacheManag
 from hybridkv.errors import ConfigError
 from hybridkv.kv_events import RequestPublisher
 from hybridkv.observe.prefixes import PREFIXES, ExactEvents, without_resume_points
-from hybridkv.vllm.decoding import add_tokens, decode_step, take_tokens
+from hybridkv.vllm.decoding import add, add_tokens, decode, empty_step, set_aside, take_tokens, told_of
 from hybridkv.vllm.manager import CacheManager, reference_cache
 from hybridkv.vllm.natural import (
     ATTRIBUTE,
@@ -70,6 +71,7 @@ class Scheduler(TheirScheduler):  # type: ignore[misc] # vLLM is not typed here
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
         require_version(vllm.__version__)
+        self._decoding: CachedRequestData | None = None  # requests that skip vLLM's loop, while it schedules others
         super().__init__(*args, **kwargs)
         require_class(self)
         theirs = self.kv_cache_manager
@@ -114,22 +116,36 @@ class Scheduler(TheirScheduler):  # type: ignore[misc] # vLLM is not typed here
             output.kv_cache_block_copies = [KVCacheBlockCopy(*one) for one in copies]
 
     def schedule(self, throttle_prefills: bool = False) -> Any:  # noqa: ANN401 - vLLM's
-        """Schedule as vLLM does, inside a step of the cache. Steps that only decode skip vLLM's loop.
+        """Schedule as vLLM does, inside a step of the cache. Requests that decode skip vLLM's loop.
 
         Args:
             throttle_prefills: as in vLLM's scheduler.
         """
-        with self.kv_cache_manager.step():
-            output = decode_step(self)
-            if output is None:
-                most = 1 + self.vllm_config.num_speculative_tokens
-                self.kv_cache_manager.ahead.give(self.running, most, self.vllm_config.num_lookahead_tokens)
+        manager, ahead = self.kv_cache_manager, self.vllm_config.num_lookahead_tokens
+        with manager.step():
+            decoded = decode(self, throttled=throttle_prefills)
+            self._decoding = None if decoded is None else told_of(self, decoded)
+            if decoded is None:
+                manager.ahead.give(self.running, 1 + self.vllm_config.num_speculative_tokens, ahead)
                 output = super().schedule(throttle_prefills)
+            elif decoded.covered == len(self.running) and not self.get_request_counts()[1]:
+                output = empty_step(self)
+            else:
+                with set_aside(self, decoded):
+                    manager.ahead.give(self.running, 1, ahead)
+                    output = super().schedule(throttle_prefills)
             self.complete(output)
             if self.waiting:
-                self.kv_cache_manager.expect(self.waiting)
-        self.kv_cache_manager.scheduled(output)
+                manager.expect(self.waiting)
+        manager.scheduled(output)
         return output
+
+    def _update_after_schedule(self, scheduler_output: Any) -> None:  # noqa: ANN401 - vLLM's
+        """Add the requests that decode to the step, then update as vLLM does."""
+        decoding, self._decoding = self._decoding, None
+        if decoding is not None:
+            add(self, decoding, scheduler_output)
+        super()._update_after_schedule(scheduler_output)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:  # noqa: ANN401 - vLLM's
         """Settle the step in the cache, then update as vLLM does. Requests that only go on skip vLLM's loop.
