@@ -83,3 +83,6 @@ def _saved_and_ranked(kept: RankedResumePoints, point: ResumePoint) -> Iterator[
     may_go = point.saved > 0.0 and point.serial not in kept._parked
     if point.ranked != may_go:
         yield f"the resume point of {point.tokens} tokens is ranked: {point.ranked}, but should be: {may_go}"
+    waits = point.serial in kept._parked and point.serial not in kept._released
+    if waits and not kept._blocks.look(point)[1]:
+        yield f"the resume point of {point.tokens} tokens is parked, but its eviction would free a block"

@@ -14,6 +14,7 @@ A block that no kept resume point needs and no request holds is unneeded: no use
     counts[block]   how many kept resume points need it
     payers[block]   with several tenants, the charged one: its resume point needed the block first, or inherited it
     owners[block]   the resume points that list it as their own: of a state, a partial block or the encoder's output
+    watchers[block] the serial of the last resume point that waits for its release; others are in a table
 
 ``read`` follows the changes of blocks in the order of the journal.
 """
@@ -92,6 +93,8 @@ class PointBlocks:
         self.counts = np.zeros(pool.num_blocks, np.int32)
         self._each = self.counts.data  # a memoryview reads single counts faster
         self._first_place = np.zeros(pool.num_blocks, np.int32)  # scratch memory of _mark_unneeded
+        self._watchers = np.zeros(pool.num_blocks, np.int64)
+        self._other_watchers: dict[int, set[int]] = {}
         self.weights = Weights(tenants)
         self.payers = np.zeros(pool.num_blocks if tenants > 1 else 0, np.int32)
         self._pool = pool
@@ -181,9 +184,20 @@ class PointBlocks:
         more = self._more_blocks(point)
         return self._saved(point, more), self._all_held(point.own, more)
 
-    def is_held(self, point: ResumePoint) -> bool:
-        """Return whether its eviction would free nothing: requests hold all its blocks."""
-        return self._all_held(point.own, self._more_blocks(point))
+    def watch(self, point: ResumePoint) -> None:
+        """Let ``read`` return ``point``, all of whose blocks requests hold, when one of them is released. O(blocks)."""
+        ids = np.concatenate((np.array(point.own, np.int64), self._more_blocks(point)))
+        before = self._watchers[ids]
+        self._watchers[ids] = point.serial
+        for place in before.nonzero()[0].tolist():
+            self._other_watchers.setdefault(ids.item(place), set()).add(before.item(place))
+
+    def _watchers_of(self, ids: Int64) -> set[int]:
+        """Return the serials of the resume points that watch one of ``ids``, which watch them no longer."""
+        found, others = set[int](self._watchers[ids].tolist()), self._other_watchers
+        found.discard(0)  # no point
+        self._watchers[ids] = 0
+        return found.union(*(others.pop(block, ()) for block in ids.tolist())) if others else found
 
     def _all_held(self, own: Sequence[int], more: Int64) -> bool:
         held = self._pool.ref_counts(more)
@@ -368,7 +382,7 @@ class PointBlocks:
 
     # -- changes of blocks
 
-    def read(self, facts: Sequence[BlockFact]) -> dict[int, int]:
+    def read(self, facts: Sequence[BlockFact]) -> tuple[dict[int, int], set[int]]:
         """Follow the changes of blocks. O(their blocks).
 
         A block that no resume point needs and no request holds is marked as unneeded, in the order of the last
@@ -379,12 +393,15 @@ class PointBlocks:
                 is made before blocks move.
 
         Returns:
-            The needed blocks that lost their keys, each with the number of resume points that needed it.
+            The needed blocks that lost their keys, each with the number of resume points that needed it; and the
+            serials of resume points that watch a released block.
         """
-        lost, released = dict[int, int](), list[Int64]()
+        lost, released, watchers = dict[int, int](), list[Int64](), set[int]()
         for fact in facts:
             if isinstance(fact, Released):
-                released.append(np.asarray(fact.ids, np.int64))
+                ids = np.asarray(fact.ids, np.int64)
+                released.append(ids)
+                watchers |= self._watchers_of(ids)
             elif isinstance(fact, Lost):
                 if np.count_nonzero(counts := self.counts[fact.ids]):
                     self._segments.clear()
@@ -395,7 +412,7 @@ class PointBlocks:
             elif isinstance(fact, Moved):
                 lost = self._follow(fact.moves, lost)
         self._mark_unneeded(released)
-        return lost
+        return lost, watchers
 
     def _mark_unneeded(self, released: Sequence[Int64]) -> None:
         """Mark the blocks of ``released`` that nothing needs or holds as unneeded, each at its last release."""
@@ -414,10 +431,12 @@ class PointBlocks:
 
     def _follow(self, moves: Int64, lost: dict[int, int]) -> dict[int, int]:
         """Follow moves, int64[m, 2] of (source, target). Return ``lost`` under its new numbers. O(moves)."""
-        sources, targets = moves[:, 0], moves[:, 1]
+        sources, targets, moved = moves[:, 0], moves[:, 1], dict(moves.tolist())
         self._segments.clear()
         self.counts[targets] = self.counts[sources]
         self.counts[sources] = 0
+        self._watchers[targets] = self._watchers[sources]
+        self._other_watchers = {moved.get(block, block): serials for block, serials in self._other_watchers.items()}
         if self.payers.size:
             self.payers[targets] = self.payers[sources]
         found = [(source, target, self.owners.pop(source, None)) for source, target in moves.tolist()]
@@ -428,7 +447,6 @@ class PointBlocks:
                     point.own = [target if block == source else block for block in point.own]
         if not lost:
             return lost
-        moved = dict(moves.tolist())
         return {moved.get(block, block): count for block, count in lost.items()}
 
     def clear(self) -> None:
@@ -436,6 +454,8 @@ class PointBlocks:
         self.owners.clear()
         self._segments.clear()
         self.counts.fill(0)
+        self._watchers.fill(0)
+        self._other_watchers.clear()
         self.weights.replace([0] * len(self.weights.of))
 
     def all_needed(self, ids: Ids) -> bool:

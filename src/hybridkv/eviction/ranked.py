@@ -65,9 +65,6 @@ With one time as many more, the hit rate fell by 2.3 points.
 """
 
 
-_FEW_PARKED: Final = 16
-"""Up to so many parked resume points are looked at before they are ranked again; chosen by hand."""
-
 _FEW_LIVES: Final = 64
 """Ends of times to live that are kept for no point, at most, beside twice the known points; chosen by hand."""
 
@@ -190,7 +187,7 @@ class RankedResumePoints:
         self._last_known: tuple[Request | None, int] = None, 0
         self._sessions: dict[int, _Session] = {}
         self._parked: dict[int, ResumePoint] = {}  # by serial; requests hold all their blocks, so they free nothing
-        self._unparks = False  # before the next choice: requests may have released blocks
+        self._released = set[int]()  # serials of parked ones of which a block was released since the last choice
         self._stale: dict[int, ResumePoint] = {}  # by serial; their saved tokens per byte may have changed
         self._lives: list[tuple[float, int, ResumePoint]] = []  # a heap: end of a time to live, and serial
 
@@ -205,7 +202,7 @@ class RankedResumePoints:
         An evicted resume point that is hit before its blocks are taken is kept again.
         """
         self.settle()
-        now, self._unparks = self._clock(), True
+        now = self._clock()
         session = self._sessions[request.row] = _Session()
         if request.first_hit_tokens is not None:  # it was counted before
             session.consumed = self._tree.deepest(request, request.first_hit_tokens)
@@ -325,7 +322,6 @@ class RankedResumePoints:
         self.settle()
         now = self._clock()
         if ended:
-            self._unparks = True
             self._add_known(request, self._tenant_of(request))
         place = self._tree.place_of(request, tokens)
         if place is None:
@@ -558,8 +554,9 @@ class RankedResumePoints:
         self._renew_stale(now)
         if self._lives:
             self._end_lives(now)
-        if self._unparks:
-            self._unpark(now)
+        if self._released:
+            self._unpark(self._released, now)
+            self._released.clear()
         again = bool(self._parked)
         while True:
             lowest = self._rankings.lowest(now)
@@ -567,7 +564,7 @@ class RankedResumePoints:
                 if not again:
                     return None
                 again = False
-                self._unpark(now)
+                self._unpark(list(self._parked), now)
                 continue
             saved, held = self._blocks.look(lowest)
             copied = lowest.below is not None
@@ -578,6 +575,7 @@ class RankedResumePoints:
             else:
                 self._unrank(lowest)
                 self._parked[lowest.serial] = lowest
+                self._blocks.watch(lowest)
 
     # -- rank
 
@@ -594,13 +592,12 @@ class RankedResumePoints:
             self._rankings.remove(point)
         return was
 
-    def _unpark(self, now: float) -> None:
-        """Rank the parked resume points of which requests have released a block; all if they are many."""
-        self._unparks = False
-        parked = list(self._parked.values())
-        for point in parked if len(parked) > _FEW_PARKED else [one for one in parked if not self._blocks.is_held(one)]:
-            del self._parked[point.serial]
-            self._rank(point, now)
+    def _unpark(self, serials: Iterable[int], now: float) -> None:
+        """Rank those of ``serials`` that are parked."""
+        for serial in sorted(serials):
+            point = self._parked.pop(serial, None)
+            if point is not None:
+                self._rank(point, now)
 
     def _note_stale(self, points: Iterable[ResumePoint]) -> None:
         """Note that the saved tokens of ``points`` may have changed; ``_renew_stale`` computes them before a choice."""
@@ -609,6 +606,7 @@ class RankedResumePoints:
     def _renew_stale(self, now: float) -> None:
         stale, self._stale = self._stale, {}
         for point in stale.values():
+            self._parked.pop(point.serial, None)
             saved = self._blocks.saved(point)
             if saved != point.saved or not point.ranked:
                 self._change_saved(point, saved, now)
@@ -636,7 +634,8 @@ class RankedResumePoints:
         if Cleared in map(type, facts):
             self._forget_all()
             facts = facts[1 + max(place for place, fact in enumerate(facts) if isinstance(fact, Cleared)) :]
-        lost = self._blocks.read(facts)
+        lost, released = self._blocks.read(facts)
+        self._released |= released
         if not lost:
             return
         broken, owned_alone = self._blocks.lose(lost)
@@ -656,6 +655,7 @@ class RankedResumePoints:
         self._tree.clear()
         for remembered in (self._ghost_entries, self._blocks, self._sessions, self._parked, self._stale, self._known):
             remembered.clear()
+        self._released.clear()
         self._lives.clear()
         self._last_known = None, 0
 

@@ -460,7 +460,7 @@ class ResumePointTree:
         self.waiting: dict[str, _Waiting] = {}
         self._hash_block = hash_block
         self._places: dict[bytes, _Inside] = {}
-        self._next = 0
+        self._next = 1  # watchers of blocks have 0 for none
 
     def clear(self) -> None:
         """Forget all resume points. Requests still wait."""
