@@ -1,11 +1,12 @@
-"""Processor time of vLLM's scheduler and ours without forwards: of short requests, and of evictions.
+"""Processor time of vLLM's scheduler and ours without forwards: of short requests, busy servers, and evictions.
 
-    python tests/vllm/cpu_costs.py [--models llama granite_hybrid] [--rows 1 8] [--outputs 1 32] [--loads 20]
+    python tests/vllm/cpu_costs.py [--models llama gemma3] [--rows 1 8] [--outputs 1 32] [--running 64] [--loads 20]
 
 Requests of 430 tokens, of which other requests had the first 400, ask for ``outputs`` tokens, ``rows`` in each step.
 The memory is full, so each evicts something. The schedulers take turns. Prints microseconds of a request from its
 construction, which hashes its blocks, to its last output, the median of 200 rounds; and the Python and C calls of a
-request, which do not depend on the machine. Then ``hazard`` and ``lru`` run loads of pressure_duel in the reference
+request, which do not depend on the machine. Then ``running`` requests decode, and in each step one ends and another one
+is admitted: microseconds of a step. Last ``hazard`` and ``lru`` run loads of pressure_duel in the reference
 layout, in turns: the median over the loads of what a step takes, one divided by the other. See docs/design/0036.
 """
 
@@ -31,6 +32,8 @@ import vllm
 from hybridkv.vllm.scheduler import NaturalScheduler, Scheduler
 
 SHARED, OWN, WARM, ROUNDS, COUNTED = 400, 30, 60, 200, 20
+PROMPT, STEPS = 40, 400
+"""Of the requests of a busy server: tokens of a prompt, and steps that are measured after a quarter as many."""
 
 
 class Side:
@@ -51,7 +54,7 @@ class Side:
         """Run the requests of ``prompts`` to their end."""
         began = time.thread_time()
         for prompt in prompts:
-            self.scheduler.add_request(self._request(prompt))
+            self.scheduler.add_request(self._request(prompt, self.outputs))
         spent = time.thread_time() - began
         while self.scheduler.requests:
             began = time.thread_time()
@@ -64,10 +67,35 @@ class Side:
             spent += time.thread_time() - began
         self.took.append(1e6 * spent / self.rows)
 
-    def _request(self, prompt: list[int]) -> Request:
+    def _request(self, prompt: list[int], outputs: int) -> Request:
         self.number += 1
-        asked = vllm.SamplingParams(temperature=0, max_tokens=self.outputs, ignore_eos=True, detokenize=False)
+        asked = vllm.SamplingParams(temperature=0, max_tokens=outputs, ignore_eos=True, detokenize=False)
         return Request(f"{self.number}", prompt, asked, None, block_hasher=self.hasher)
+
+    def fill(self) -> None:
+        """Add ``rows`` requests with new prompts, of which one ends in each step."""
+        self.scheduler.max_num_active_reqs = self.rows
+        for outputs in range(2, self.rows + 2):
+            self._add(outputs)
+
+    def _add(self, outputs: int) -> None:
+        self.scheduler.add_request(self._request(self._random.choices(range(500), k=PROMPT), outputs))
+
+    def step(self) -> None:
+        """Run a step, and add a request for each that ends."""
+        began = time.thread_time()
+        output = self.scheduler.schedule()
+        spent = time.thread_time() - began
+        requests = self.scheduler.requests
+        answer = answer_to(
+            output, [[] if requests[name].is_prefill_chunk else [7] for name in output.num_scheduled_tokens]
+        )
+        began = time.thread_time()
+        came = self.scheduler.update_from_output(output, answer)
+        self.took.append(1e6 * (spent + time.thread_time() - began))
+        for one in (one for outputs in came.values() for one in outputs.outputs):
+            if one.finish_reason is not None:
+                self._add(self.rows)
 
     def calls(self) -> float:
         """Return the calls of a request, those of this file included."""
@@ -85,8 +113,8 @@ class Side:
         return seen / COUNTED / self.rows
 
 
-def rows_of(match: Match, rows: int, outputs: int) -> Iterator[str]:
-    """Yield a line of the table for each scheduler."""
+def sides_of(match: Match, rows: int, outputs: int) -> tuple[dict[str, Side], object]:
+    """Return the schedulers by title, and the engines that keep what the schedulers know."""
     core, engine = core_of(match)
     natural, other = core_of(match, **NATURAL)
     sides = {
@@ -96,6 +124,12 @@ def rows_of(match: Match, rows: int, outputs: int) -> Iterator[str]:
         "natural, lru": Side(NaturalScheduler, natural, rows, outputs, "lru"),
         "natural, hazard": Side(NaturalScheduler, natural, rows, outputs, "hazard"),
     }
+    return sides, (engine, other)
+
+
+def rows_of(match: Match, rows: int, outputs: int) -> Iterator[str]:
+    """Yield a line of the table for each scheduler."""
+    sides, engines = sides_of(match, rows, outputs)
     gc.disable()
     for _ in range(WARM + ROUNDS):
         for side in sides.values():
@@ -106,7 +140,25 @@ def rows_of(match: Match, rows: int, outputs: int) -> Iterator[str]:
         took = median(side.took[WARM:])
         of_stock = f"{took:,.0f} | {took / stock:.2f} | {side.calls():,.0f}"
         yield f"| tiny:{match.name} | {rows} | {outputs} | {title} | {of_stock} |"
-    del engine, other
+    del engines
+
+
+def server_of(match: Match, running: int) -> Iterator[str]:
+    """Yield a line for each scheduler: of a step in which a request is admitted and the others decode."""
+    sides, engines = sides_of(match, running, running)
+    gc.disable()
+    for side in sides.values():
+        side.fill()
+    for _ in range(STEPS + STEPS // 4):
+        for side in sides.values():
+            side.step()
+    gc.enable()
+    stock = sides["stock"].took[-STEPS:]
+    for title, side in sides.items():
+        took = side.took[-STEPS:]
+        ratio = median(mine / theirs for mine, theirs in zip(took, stock, strict=True))
+        yield f"| tiny:{match.name} | a step, {running} running | | {title} | {median(took):,.0f} | {ratio:.2f} | |"
+    del engines
 
 
 def step_of(core: Any, load: Load, memory: tuple[int, int], eviction: str) -> float:  # noqa: ANN401 - of vLLM
@@ -150,13 +202,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["llama", "granite_hybrid"])
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8])
-    parser.add_argument("--outputs", nargs="+", type=int, default=[1])
+    parser.add_argument("--outputs", nargs="*", type=int, default=[1])
+    parser.add_argument("--running", nargs="*", type=int, default=[64])
     parser.add_argument("--loads", type=int, default=20)
     asked = parser.parse_args()
     say("| model | in a step | output tokens | scheduler | us | of stock | calls |\n|---|--:|--:|---|--:|--:|--:|")
     for match in (match for match in MODELS if match.name in asked.models):
         for rows, outputs in product(asked.rows, asked.outputs):
             for line in rows_of(match, rows, outputs):
+                say(line)
+        for running in asked.running:
+            for line in server_of(match, running):
                 say(line)
         if asked.loads:
             say(evictions_of(match, asked.loads))
