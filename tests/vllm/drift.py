@@ -587,7 +587,7 @@ def bypassed() -> Iterator[str]:
     """Effects of methods of vLLM's that run no longer, or not in every step."""
     methods = methods_of(Scheduler)
     mine = set[str]()
-    for function in (decoding.empty_step, decoding.add):
+    for function in (decoding.empty_step, decoding.add_decoding):
         mine |= effects(tree_of(function), methods, "scheduler")
     guarding = (decoding.decode, decoding._only_tokens, SlotsAhead.decode, ours.Scheduler.schedule)
     source = "".join(inspect.getsource(function) for function in guarding)

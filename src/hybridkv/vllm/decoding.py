@@ -90,7 +90,7 @@ def set_aside(scheduler: Any, decoded: Decoded) -> Iterator[None]:  # noqa: ANN4
 
 
 def empty_step(scheduler: Any) -> SchedulerOutput:  # noqa: ANN401 - vLLM's
-    """Return the output of a step to which only ``add`` adds requests, after vLLM's ``_update_after_schedule``."""
+    """Return the output of a step in which only requests that decode run: ``_update_after_schedule`` adds them."""
     scheduler.current_step += 1
     scheduler.prefill_capacity_bound = False  # no request waits
     if not scheduler.use_v2_model_runner:
@@ -113,7 +113,7 @@ def empty_step(scheduler: Any) -> SchedulerOutput:  # noqa: ANN401 - vLLM's
     return output
 
 
-def add(scheduler: Any, decoding: CachedRequestData, output: SchedulerOutput) -> None:  # noqa: ANN401 - vLLM's
+def add_decoding(scheduler: Any, decoding: CachedRequestData, output: SchedulerOutput) -> None:  # noqa: ANN401 - vLLM's
     """Add the requests ``decoding``, the leading ones, to the ``output`` of a step.
 
     Args:

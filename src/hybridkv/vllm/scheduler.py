@@ -24,7 +24,7 @@ from hybridkv.cache import BlockRemoved, BlockStored, KVCacheEvent, KVCacheManag
 from hybridkv.errors import ConfigError
 from hybridkv.kv_events import RequestPublisher
 from hybridkv.observe.prefixes import PREFIXES, ExactEvents, without_resume_points
-from hybridkv.vllm.decoding import add, add_tokens, decode, empty_step, set_aside, take_tokens, told_of
+from hybridkv.vllm.decoding import add_decoding, add_tokens, decode, empty_step, set_aside, take_tokens, told_of
 from hybridkv.vllm.manager import CacheManager, reference_cache
 from hybridkv.vllm.natural import (
     ATTRIBUTE,
@@ -144,7 +144,7 @@ class Scheduler(TheirScheduler):  # type: ignore[misc] # vLLM is not typed here
         """Add the requests that decode to the step, then update as vLLM does."""
         decoding, self._decoding = self._decoding, None
         if decoding is not None:
-            add(self, decoding, scheduler_output)
+            add_decoding(self, decoding, scheduler_output)
         super()._update_after_schedule(scheduler_output)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:  # noqa: ANN401 - vLLM's
