@@ -30,8 +30,8 @@ def cache_of(
     return KVCacheManager(model_config(num_blocks, SPECS), 96, hasher=BlockHasher(UNIT), options=options)
 
 
-def chunk_end(request: Request, start: int, most: int) -> int:
-    """Where vLLM ends a chunk: at block boundaries, and at the last multiple of the unit before the last token."""
+def chunk_end(cache: KVCacheManager, request: Request, start: int, most: int) -> int:
+    """Where a chunk ends inside vLLM: at block boundaries, and at the last end of a hit before the last token."""
     prompt = request.num_prompt_tokens
     last = max(prompt, request.num_tokens - 1)
     if start >= last:
@@ -40,7 +40,7 @@ def chunk_end(request: Request, start: int, most: int) -> int:
     if end < last and end // BLOCK * BLOCK > start:
         end = end // BLOCK * BLOCK
     stops = {(start // BLOCK + 1) * BLOCK if start % BLOCK else 0, (request.num_tokens - 1) // BLOCK * BLOCK}
-    stops.add((prompt - 1) // UNIT * UNIT)
+    stops.add(cache.bounds.last_hit_end(prompt - 1))
     return min((one for one in stops if start < one < end), default=end)
 
 
@@ -109,7 +109,7 @@ class Run:
         """Slots for running requests; one without is preempted."""
         for request in list(self.running):
             start = request.num_computed_tokens
-            end = chunk_end(request, start, 16)
+            end = chunk_end(self.cache, request, start, 16)
             if self.cache.allocate_slots(request, end - start) is not None and self.random.random() > 0.02:
                 asked.append((request, start, end))
                 continue
@@ -124,7 +124,7 @@ class Run:
         while self.waiting and len(self.running) < 4:
             request = self.waiting[0]
             hit = self.cache.find_hit(request)
-            end = chunk_end(request, hit.tokens, 16)
+            end = chunk_end(self.cache, request, hit.tokens, 16)
             if self.cache.allocate_slots(request, end - hit.tokens, hit.tokens, hit) is None:
                 return
             self.counts["inside"] += hit.tokens % BLOCK > 0
@@ -202,16 +202,21 @@ def test_hit_whose_state_is_not_copied_is_detected(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("eviction", [LRU, HAZARD], ids=lambda one: one.name)
-def test_same_prompt_again_hits_the_last_unit_before_its_last_token(eviction: Eviction) -> None:
-    cache = cache_of(40, eviction)
-    worker, prompt = Worker(cache), tuple(range(23))
-    for number, hit_tokens in enumerate((0, 22)):
+@pytest.mark.parametrize(
+    ("copied", "hit_end", "copies"), [(None, 22, len(SPECS) + 2), (4, 20, len(SPECS) + 2), (1, 16, 0)]
+)
+def test_same_prompt_again_hits_the_last_unit_before_its_last_token_that_is_copied(
+    eviction: Eviction, copied: int | None, hit_end: int, copies: int
+) -> None:
+    cache = cache_of(40, eviction, copied=copied)
+    worker, prompt = Worker(cache, BLOCK if copied is None else copied), tuple(range(23))
+    for number, hit_tokens in enumerate((0, hit_end)):
         request = Request(str(number), prompt, hasher=cache.hasher)
         hit = cache.find_hit(request)
         assert hit.tokens == hit_tokens
         start = hit_tokens
         for step in range(10 * number, 10 * number + 6):
-            end = chunk_end(request, start, 16)
+            end = chunk_end(cache, request, start, 16)
             with cache.step(step):
                 first = start == hit_tokens
                 assert cache.allocate_slots(
@@ -225,7 +230,7 @@ def test_same_prompt_again_hits_the_last_unit_before_its_last_token(eviction: Ev
             if end == request.num_tokens:
                 request.append(7)
         cache.free(request)
-    assert worker.copies == len(SPECS) + 2  # the states of the tail, and the hit: one block of each group
+    assert worker.copies == copies  # the states of the tail, and the hit: one block of each group
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ from hybridkv.cache.policies import (
     keeps_tokens,
 )
 from hybridkv.cache.pool import BlockPool
-from hybridkv.cache.publisher import Publisher, Retention
+from hybridkv.cache.publisher import HitEnds, Publisher, Retention
 from hybridkv.cache.residents import Residents
 from hybridkv.cache.spaces.one_size import FreeOrder
 from hybridkv.cache.spaces.ranked_order import RankedOrder
@@ -104,9 +104,7 @@ def layout_of(config: KVCacheConfig, options: CacheOptions = DEFAULT_OPTIONS) ->
                 "max_moved_bytes, space and partial_block_hits mean nothing in the reference layout, whose blocks have "
                 "one size and are shared whole: leave them out, or plan with the natural layout"
             )
-        return ReferenceLayout(
-            options.retention, eviction=eviction, hit_unit=options.hit_unit, copied_tokens=options.copied_tokens
-        )
+        return ReferenceLayout(options.retention, eviction=eviction, hit_unit=options.hit_unit)
     if options.hit_unit is not None:
         raise ConfigError("hit_unit means nothing in the natural layout, whose hits end at any token: leave it out")
     placed = DEFAULT_PLACEMENT if placement is None else placement
@@ -239,7 +237,6 @@ class ReferenceLayout:
         shares_in_part: A branch can begin with blocks that its parent has filled in part.
         keeps_resume_points: Everything that a request computed can be reused after its end, to the last token.
         hit_unit: Hits may end inside a block, at multiples of so many tokens; ``None``: at boundaries only.
-        copied_tokens: Tokens of a block after which no hit ends inside it; ``None``: all of the block.
         follows_vllm: Steps equal those of vLLM for equal hits; with the eviction ``lru``, block ids too.
     """
 
@@ -251,7 +248,6 @@ class ReferenceLayout:
     shares_in_part: bool = False
     keeps_resume_points: bool = False
     hit_unit: int | None = None
-    copied_tokens: int | None = None
     follows_vllm: ClassVar[bool] = True
 
     @property
@@ -321,8 +317,7 @@ class ReferenceLayout:
             case MambaSpec(cache_mode="align"):
                 need = None if self.retention is None else 1
                 publishing = PublishRule(size, alignment, need, 0, self.retention)
-                copied = size if self.copied_tokens is None else self.copied_tokens
-                states = StateHits(size) if self.hit_unit is None else UnitStateHits(size, copied)
+                states = StateHits(size) if self.hit_unit is None else UnitStateHits(size)
                 return AlignedStatePolicy(size, spec.num_speculative_blocks, publishing, states)
             case MambaSpec():
                 return FixedPolicy(size, 1 + spec.num_speculative_blocks, BlocklessHits(accepts=False))
@@ -503,6 +498,13 @@ def _tails_of(groups: Sequence[CacheGroup]) -> list[CacheGroup]:
     return tails
 
 
+def _hit_ends(options: CacheOptions, kinds: Sequence[GroupKind]) -> HitEnds:
+    if options.hit_unit is None:
+        return HitEnds(whole_states(kinds))
+    block = next(kind.block_size for kind in kinds if kind.publishes)  # all have one size
+    return HitEnds(options.hit_unit, block, block if options.copied_tokens is None else options.copied_tokens)
+
+
 def _check_hit_unit(unit: int, kinds: Sequence[GroupKind]) -> None:
     """Raise ConfigError unless hits of these groups may end at multiples of ``unit`` inside blocks.
 
@@ -669,10 +671,8 @@ def assemble(
     holding_tokens = [group for group in groups if group.kind.publishes and group.kind.keeps_tokens]
     shared_in_part = holding_tokens if caching and layout.partial_block_hits else []
     retention = Retention(layout.retention, alignment, any(kind.drops for kind in kinds)) if caching else None
-    whole = whole_states(kinds)
-    publisher = Publisher(
-        groups, pool, shared_in_part=shared_in_part, retention=retention, unit=options.hit_unit or whole
-    )
+    whole, ends = whole_states(kinds), _hit_ends(options, kinds)
+    publisher = Publisher(groups, pool, shared_in_part=shared_in_part, retention=retention, ends=ends)
     residents = Residents(groups, publisher, hasher=hasher, hash_block_size=hash_block, journal=journal)
     placement = layout.resume_points(kinds) if caching else NoStates()
     copied = [group for group in groups if isinstance(group.policy, FixedPolicy) and group.kind.publishes]

@@ -73,6 +73,31 @@ class Retention(NamedTuple):
     drops: bool
 
 
+@dataclass(frozen=True, slots=True)
+class HitEnds:
+    """Where hits may end inside a block.
+
+        block of 544, unit 32     [ 0 . 32 . 64 .  ...  . 480 | . 512 . ]      copied 488: no hit ends at 512
+
+    Attributes:
+        unit: Hits inside blocks are multiples of so many tokens.
+        block_size: Tokens of a column of states; 0 where states have no columns, so that ``copied`` means nothing.
+        copied: Tokens of a block that a worker's copy carries.
+    """
+
+    unit: int = 1
+    block_size: int = 0
+    copied: int = 0
+
+    def last(self, tokens: int) -> int:
+        """Return the last token count of at most ``tokens`` at which a hit may end."""
+        end = tokens - tokens % self.unit
+        if not self.block_size:
+            return end
+        inside = end % self.block_size
+        return end - inside + min(inside, self.copied - self.copied % self.unit)
+
+
 class Publisher:
     """Gives keys to the blocks of rows, and knows which blocks the steps in flight will write.
 
@@ -82,10 +107,10 @@ class Publisher:
         shared_in_part: Groups whose blocks can be hit in part; an empty list in the reference layout without
             ``hit_unit``.
         retention: Which windows and states are kept; ``None`` without prefix caching.
-        unit: Resume points inside blocks are multiples of so many tokens.
+        ends: Where hits may end inside a block.
 
     Attributes:
-        unit: Tokens of which resume points inside blocks are multiples.
+        ends: Where hits may end inside a block.
         publishes: Whether anything is published.
         open_step: The step that is being made; WRITTEN without one.
         wants_runs: Whether runs are recorded for events; else block ids are enough.
@@ -99,9 +124,10 @@ class Publisher:
         *,
         shared_in_part: Sequence[CacheGroup],
         retention: Retention | None,
-        unit: int = 1,
+        ends: HitEnds,
     ) -> None:
-        self.unit = unit
+        self.ends = ends
+        self._ends_anywhere = ends == HitEnds()
         self.publishes = retention is not None
         self.open_step = WRITTEN
         self.wants_runs = pool.journal.reports_events
@@ -335,7 +361,8 @@ class Publisher:
 
     def publish_last(self, request: Request, tokens: int) -> None:
         """Publish the partial last block of ``request``, which ends with ``tokens`` computed and written."""
-        tokens -= tokens % self.unit
+        if not self._ends_anywhere:
+            tokens = self.ends.last(tokens)
         for group in self._shared_in_part:
             self._publish_resume_point(group, request, tokens, WRITTEN)
 
@@ -358,11 +385,10 @@ class Publisher:
 
     def _resume_points_of(self, request: Request) -> list[int]:
         """Return the resume points of ``request``, ascending: before its prompt's last token, and its marks."""
-        last, unit = request.num_prompt_tokens - 1, self.unit
-        if not request.marks:
-            return [one] if (one := last // unit * unit) else []
-        asked = {last, *request.marks}
-        return sorted((asked if unit == 1 else {one // unit * unit for one in asked}) - {0})
+        last = request.num_prompt_tokens - 1
+        if self._ends_anywhere and not request.marks:
+            return [last] if last else []
+        return sorted({self.ends.last(one) for one in (last, *request.marks)} - {0})
 
     def _publish_resume_points(self, group: CacheGroup, request: Request, known_tokens: int) -> None:
         """Publish the resume points of ``group`` up to ``known_tokens`` that are not handled yet."""

@@ -44,7 +44,7 @@ class Checkpoints:
     At the end of a prompt this state is copied to a block of its own before that step:
 
         tokens   [ computed ............... | this step ...... ]
-                                            ^ tail: the last multiple of ``unit`` before the prompt's last token
+                                            ^ tail: where the last hit ends before the prompt's last token
 
     Attributes:
         groups: Groups whose states or rings are kept for reuse. Without any, the forward stores no state.
@@ -63,10 +63,9 @@ class Checkpoints:
         prefix_multiple: int,
         eviction_policy: EvictionPolicy,
     ) -> None:
-        self._tails = {one: one.policy.hits for one in groups if isinstance(one.policy.hits, UnitStateHits)}
+        self._tails = tuple([one for one in groups if isinstance(one.policy.hits, UnitStateHits)])
         self.groups = tuple([group for group in groups if group not in self._tails])
         self._of_forward: list[tuple[CacheGroup, int | None]] = [(group, None) for group in self.groups]
-        self._unit = publisher.unit
         self._publisher = publisher
         self._transfers = transfers
         self._placement = placement
@@ -147,8 +146,9 @@ class Checkpoints:
 
     def _tail(self, request: Request) -> int:
         """Return the token count of the state to copy when the next step begins; -1 without one."""
-        tail = (request.num_prompt_tokens - 1) // self._unit * self._unit
-        return tail if any(0 < tail % hits.block_size <= hits.copied_tokens for hits in self._tails.values()) else -1
+        ends = self._publisher.ends
+        tail = ends.last(request.num_prompt_tokens - 1)
+        return tail if tail % ends.block_size else -1
 
     def _keeps_for(self, request: Request) -> bool:
         """Return whether any resume point of ``request`` is kept."""

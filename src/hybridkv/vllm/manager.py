@@ -193,6 +193,31 @@ class CacheManager:
                 return end - computed
             end = position  # ask again: placements may save the last block boundary of the shorter chunk
 
+    def to_last_hit_end(self, request: EngineRequest, computed: int, asked: int, given: int) -> int:
+        """Return the tokens of a chunk of a prompt that ends where its last hit ends, instead of at vLLM's last unit.
+
+        vLLM ends a chunk at the last multiple of ``hit_unit`` before the prompt's last token, even if no hit may end
+        there because its worker does not copy that far into a block (``copied_tokens``):
+
+            block of 544, unit 32, 488 copied      [ ..... 480 ... 512 . p       p: the last token of the prompt
+            vLLM's chunks                          [-------------->[-->
+            these                                  [------>[---------->
+
+        Args:
+            request: the request.
+            computed: tokens before the chunk.
+            asked: tokens that the step has for it.
+            given: tokens of vLLM's chunk.
+        """
+        unit, last = self._settings.hit_unit, request.num_prompt_tokens - 1
+        if unit is None:
+            return given
+        ours, theirs = self.cache.bounds.last_hit_end(last), last // unit * unit
+        if computed < ours < computed + given:
+            return ours - computed
+        goes_on = ours <= computed and ours < theirs == computed + given
+        return asked if goes_on and computed + asked == last + 1 == request.num_tokens else given
+
     def expect(self, waiting: Collection[EngineRequest]) -> None:
         """Evict the prefixes of the next requests last, until these begin or end. ``lru`` does not rank prefixes.
 

@@ -904,6 +904,28 @@ def test_copied_tokens_leave_out_those_after_the_bytes_of_a_state(states: list[t
     assert copied_tokens(Config([Group(state), Group(attention)])) == tokens
 
 
+@pytest.mark.parametrize(
+    ("prompt", "computed", "asked", "given", "tokens"),
+    [
+        (300, 0, 300, 288, 288),  # all of it is copied
+        (530, 0, 530, 512, 480),  # 488 tokens are copied
+        (530, 0, 470, 470, 470),
+        (530, 480, 50, 32, 50),  # no hit ends at 512
+        (530, 480, 40, 32, 32),  # vLLM ends chunks, too, where the step has no more tokens
+        (1100, 1088, 12, 12, 12),
+    ],
+)
+def test_vllm_manager_ends_chunks_where_hits_end(
+    prompt: int, computed: int, asked: int, given: int, tokens: int
+) -> None:
+    attention = FullAttentionSpec(544, num_kv_heads=2, head_size=32)
+    state = MambaSpec(544, shapes=((3, 768), (8, 64, 128)), dtypes=("torch.float32",) * 2, page_size_padded=278_528)
+    cache = manager(state, attention, hit_unit=32, hash_block_size=32, max_model_len=2_000)
+    assert cache.to_last_hit_end(Asked("a", [1] * prompt), computed, asked, given) == tokens
+    whole = manager(state, attention, hash_block_size=544, max_model_len=2_000)
+    assert whole.to_last_hit_end(Asked("a", [1] * prompt), computed, asked, given) == given
+
+
 @pytest.mark.parametrize(("more_bytes", "tokens"), [(0, 544), (8_704, 0)])
 def test_no_token_counts_as_copied_where_scales_follow_the_bytes_of_a_state(more_bytes: int, tokens: int) -> None:
     attention = FullAttentionSpec(544, num_kv_heads=2, head_size=32, more_bytes=more_bytes)

@@ -261,11 +261,9 @@ class UnitStateHits:
         hit inside a column    [ . . . D ]       D: a new block; the state is copied into it before the forward
 
     A state inside a column lies in a block outside all rows (``Checkpoints``), found by the tokens in the column.
-    No state is kept after more than ``copied_tokens`` of them.
     """
 
     block_size: int
-    copied_tokens: int
     copies: bool = True
     downward_closed: bool = False
 
