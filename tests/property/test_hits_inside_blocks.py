@@ -31,7 +31,7 @@ def cache_of(
 
 
 def chunk_end(cache: KVCacheManager, request: Request, start: int, most: int) -> int:
-    """Where a chunk ends inside vLLM: at block boundaries, and at the last end of a hit before the last token."""
+    """Where a chunk ends inside vLLM: at block boundaries and resume points."""
     prompt = request.num_prompt_tokens
     last = max(prompt, request.num_tokens - 1)
     if start >= last:
@@ -40,7 +40,7 @@ def chunk_end(cache: KVCacheManager, request: Request, start: int, most: int) ->
     if end < last and end // BLOCK * BLOCK > start:
         end = end // BLOCK * BLOCK
     stops = {(start // BLOCK + 1) * BLOCK if start % BLOCK else 0, (request.num_tokens - 1) // BLOCK * BLOCK}
-    stops.add(cache.bounds.last_hit_end(prompt - 1))
+    stops.update(cache.bounds.resume_points(request))
     return min((one for one in stops if start < one < end), default=end)
 
 
@@ -124,6 +124,7 @@ class Run:
         while self.waiting and len(self.running) < 4:
             request = self.waiting[0]
             hit = self.cache.find_hit(request)
+            request.branch_tokens = hit.branch_tokens
             end = chunk_end(self.cache, request, hit.tokens, 16)
             if self.cache.allocate_slots(request, end - hit.tokens, hit.tokens, hit) is None:
                 return
@@ -251,3 +252,30 @@ def test_hit_unit_is_rejected_where_no_hit_can_end_there(specs: tuple[object, ..
 def test_hit_unit_is_rejected_with_eagle() -> None:
     with pytest.raises(ConfigError, match="without EAGLE"):
         KVCacheManager(model_config(12, SPECS), 64, use_eagle=True, options=CacheOptions(hit_unit=UNIT))
+
+
+@pytest.mark.parametrize(("eviction", "found"), [(LRU, 16), (HAZARD, 18)], ids=("lru", "hazard"))
+def test_third_question_on_a_document_hits_where_the_second_branched_off(eviction: Eviction, found: int) -> None:
+    """Only evictions that rank remember the keys inside a block that other tokens follow."""
+    cache = cache_of(40, eviction)
+    worker, document, step, hits = Worker(cache), tuple(range(19)), 0, list[int]()
+    for number, question in enumerate((30, 31, 32, 31)):
+        request = Request(str(number), (*document, *[question] * 4), hasher=cache.hasher)
+        hit = cache.find_hit(request)
+        request.branch_tokens = hit.branch_tokens
+        hits.append(hit.tokens)
+        start = hit.tokens
+        while start < request.num_tokens:
+            end = chunk_end(cache, request, start, 16)
+            first = start == hit.tokens
+            with cache.step(step):
+                cache.allocate_slots(request, end - start, start if first else 0, hit if first and start else None)
+                cache.engine.store_checkpoints_of(request, start, end)
+                worker.copy()
+            worker.run(request, start, end)
+            cache.mark_written(step)
+            start, step = end, step + 1
+            request.num_computed_tokens = end
+        cache.free(request)
+    assert hits == [0, 16, found, 22]
+    cache.check()

@@ -73,8 +73,7 @@ class CacheBounds:
         refuse_stranger: Raises ConfigError or CacheError for a request that this cache cannot serve; see ``Residents``.
         checkpoint_positions: Returns the positions at which states of a request should be kept; see
             ``Checkpoints.positions``.
-        last_hit_end: Returns the last token count of at most so many tokens at which a hit may end; see
-            ``HitEnds.last``.
+        resume_points: Returns the resume points of a request inside blocks; see ``Publisher.resume_points_of``.
         peak_blocks: Returns the most blocks, or slabs, that one request holds at once; see ``SlotPlanner.peak_blocks``.
         usable_blocks: Blocks, or slabs, that requests can hold: all except the null block and attention sinks.
         guaranteed_blocks: ``usable_blocks`` without the blocks that pins may take.
@@ -96,7 +95,7 @@ class CacheBounds:
         self.evicts_in_order = layout.evicts_in_order
         self.checkpoint_positions = parts.checkpoints.positions
         self.refuse_stranger = parts.residents.refuse_stranger
-        self.last_hit_end = parts.publisher.ends.last
+        self.resume_points = parts.publisher.resume_points_of
         self.peak_blocks = parts.planner.peak_blocks
         self._groups = tuple(groups)
 

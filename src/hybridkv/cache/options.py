@@ -36,8 +36,9 @@ class CacheOptions:
         space: Natural layout, for measurements: a replacement of SlabSpace, with its methods.
         partial_block_hits: Natural layout: whether hits may end inside a block, which is then copied.
         hit_unit: Reference layout, for full attention and ``align`` states: hits may also end inside a block, at the
-            last multiple of so many tokens before the last token of an earlier prompt. The end is then copied. Chunks
-            must end there (``CacheBounds.last_hit_end``), and no group may drop blocks for EAGLE.
+            last multiple of so many tokens before the last token of an earlier prompt, or before its branch point. The
+            end is then copied. Chunks must end there (``CacheBounds.resume_points``), and no group may drop blocks for
+            EAGLE.
         copied_tokens: With ``hit_unit``: tokens of an attention block that the worker's copy carries, so no hit ends
             after them inside a block. ``None``: all.
         max_event_blocks: Most blocks in events that wait for ``take_events``. Beyond it the oldest events are dropped,

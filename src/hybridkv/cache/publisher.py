@@ -380,20 +380,25 @@ class Publisher:
         """Note that the resume points up to ``known_tokens`` are handled."""
         known_tokens = max(known_tokens, self._passed_tokens.item(request.row))
         self._passed_tokens[request.row] = known_tokens
-        ahead = [end for end in self._resume_points_of(request) if end > known_tokens] if self._shared_in_part else []
+        ahead = [end for end in self.resume_points_of(request) if end > known_tokens] if self._shared_in_part else []
         self._next_resume_point[request.row] = ahead[0] if ahead and request.writes_prefix_cache else NEVER
 
-    def _resume_points_of(self, request: Request) -> list[int]:
-        """Return the resume points of ``request``, ascending: before its prompt's last token, and its marks."""
+    def resume_points_of(self, request: Request) -> list[int]:
+        """Return the resume points of ``request`` inside blocks, ascending.
+
+        They lie before its prompt's last token and at its marks. Where states have columns, one lies where earlier
+        requests branched off (``branch_tokens``).
+        """
         last = request.num_prompt_tokens - 1
         if self._ends_anywhere and not request.marks:
             return [last] if last else []
-        return sorted({self.ends.last(one) for one in (last, *request.marks)} - {0})
+        asked = (last, request.branch_tokens, *request.marks) if self.ends.block_size else (last, *request.marks)
+        return sorted({self.ends.last(one) for one in asked} - {0})
 
     def _publish_resume_points(self, group: CacheGroup, request: Request, known_tokens: int) -> None:
         """Publish the resume points of ``group`` up to ``known_tokens`` that are not handled yet."""
         ended = self._passed_tokens.item(request.row)
-        for end in self._resume_points_of(request):
+        for end in self.resume_points_of(request):
             if ended < end <= known_tokens:
                 self._publish_resume_point(group, request, end, self.open_step)
 

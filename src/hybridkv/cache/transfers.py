@@ -41,10 +41,10 @@ class Checkpoints:
     is. A ring that is empty at the position is not kept.
 
     In the reference layout a chunk that ends inside a block leaves its state in a column that the next step overwrites.
-    At the end of a prompt this state is copied to a block of its own before that step:
+    At the end of a prompt and at its branch point, this state is copied to a block of its own before that step:
 
         tokens   [ computed ............... | this step ...... ]
-                                            ^ tail: where the last hit ends before the prompt's last token
+                                            ^ one of ``Publisher.resume_points_of``
 
     Attributes:
         groups: Groups whose states or rings are kept for reuse. Without any, the forward stores no state.
@@ -140,15 +140,14 @@ class Checkpoints:
             return NEVER
         position, prefix = self._placement.next_checkpoint(request, after_tokens), self._aligned_prefix(request)
         position = prefix if after_tokens < prefix < position else position
-        if self._tails and after_tokens <= (tail := self._tail(request)):
-            position = min(position, tail + 1)
+        if self._tails:
+            position = min([position, *(one + 1 for one in self._copied(request) if after_tokens <= one)])
         return position
 
-    def _tail(self, request: Request) -> int:
-        """Return the token count of the state to copy when the next step begins; -1 without one."""
-        ends = self._publisher.ends
-        tail = ends.last(request.num_prompt_tokens - 1)
-        return tail if tail % ends.block_size else -1
+    def _copied(self, request: Request) -> list[int]:
+        """Return the token counts of states that are copied when the next step begins, ascending."""
+        size = self._publisher.ends.block_size
+        return [one for one in self._publisher.resume_points_of(request) if one % size]
 
     def _keeps_for(self, request: Request) -> bool:
         """Return whether any resume point of ``request`` is kept."""
@@ -176,13 +175,13 @@ class Checkpoints:
         for position, column in self._late.pop(request.row, ()):
             in_columns = [(group, column if group.kind.keeps_state else 0) for group in self.groups]
             self._store_states(request, position, in_columns)
-        if self._tails and computed == self._tail(request) < end:
-            self._store_tail(request, computed)
+        if self._tails and computed in self._copied(request):
+            self._store_inside(request, computed)
         for position in self._positions(request, computed, end):
             self._store_states(request, position, self._of_forward)
         self._set_next(request, end)
 
-    def _store_tail(self, request: Request, tokens: int) -> None:
+    def _store_inside(self, request: Request, tokens: int) -> None:
         """Copy the states after ``tokens`` tokens, which the step being made overwrites in their columns."""
         self._store_states(
             request, tokens, [(group, group.states.state_column(tokens)) for group in self._tails if group.states]

@@ -193,15 +193,16 @@ class CacheManager:
                 return end - computed
             end = position  # ask again: placements may save the last block boundary of the shorter chunk
 
-    def to_last_hit_end(self, request: EngineRequest, computed: int, asked: int, given: int) -> int:
-        """Return the tokens of a chunk of a prompt that ends where its last hit ends, instead of at vLLM's last unit.
+    def to_resume_point(self, request: EngineRequest, computed: int, asked: int, given: int) -> int:
+        """Return the tokens of a chunk of a prompt that ends at its next resume point, or where vLLM's chunk ends.
 
         vLLM ends a chunk at the last multiple of ``hit_unit`` before the prompt's last token, even if no hit may end
-        there because its worker does not copy that far into a block (``copied_tokens``):
+        there because its worker does not copy that far into a block (``copied_tokens``). These chunks end at the last
+        multiple that is copied, and where earlier requests branched off:
 
-            block of 544, unit 32, 488 copied      [ ..... 480 ... 512 . p       p: the last token of the prompt
-            vLLM's chunks                          [-------------->[-->
-            these                                  [------>[---------->
+            block of 544, unit 32, 488 copied      [ .. 128 ..... 480 ... 512 . p     p: the last token of the prompt
+            vLLM's chunks                          [--------------------->[-->
+            these, with a branch at 140            [---->[------->[---------->
 
         Args:
             request: the request.
@@ -209,14 +210,16 @@ class CacheManager:
             asked: tokens that the step has for it.
             given: tokens of vLLM's chunk.
         """
-        unit, last = self._settings.hit_unit, request.num_prompt_tokens - 1
+        unit = self._settings.hit_unit
         if unit is None:
             return given
-        ours, theirs = self.cache.bounds.last_hit_end(last), last // unit * unit
-        if computed < ours < computed + given:
-            return ours - computed
-        goes_on = ours <= computed and ours < theirs == computed + given
-        return asked if goes_on and computed + asked == last + 1 == request.num_tokens else given
+        ends, last = self.cache.bounds.resume_points(self._mirrors.of(request)), request.num_prompt_tokens - 1
+        stop = next((one for one in ends if computed < one < computed + given), None)
+        if stop is not None:
+            return stop - computed
+        theirs = last // unit * unit
+        goes_on = computed + given == theirs not in ends and computed + asked == last + 1 == request.num_tokens
+        return asked if goes_on else given
 
     def expect(self, waiting: Collection[EngineRequest]) -> None:
         """Evict the prefixes of the next requests last, until these begin or end. ``lru`` does not rank prefixes.

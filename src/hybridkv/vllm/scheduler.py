@@ -172,11 +172,11 @@ class Scheduler(TheirScheduler):  # type: ignore[misc] # vLLM is not typed here
         num_new_local_computed_tokens: int = 0,
         num_external_computed_tokens: int = 0,
     ) -> int:
-        """Return the tokens of a chunk that ends as vLLM's does, but at the last hit end of a prompt."""
+        """Return the tokens of a chunk that ends where vLLM ends it, or at a resume point inside a block."""
         hit, loaded = num_new_local_computed_tokens, num_external_computed_tokens
         given = super()._mamba_block_aligned_split(request, num_new_tokens, hit, loaded)
         computed = request.num_computed_tokens + hit + loaded
-        return int(self.kv_cache_manager.to_last_hit_end(request, computed, num_new_tokens, given))
+        return int(self.kv_cache_manager.to_resume_point(request, computed, num_new_tokens, given))
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - vLLM's
         """Free a request that ended as vLLM does, and publish it if that is wanted."""

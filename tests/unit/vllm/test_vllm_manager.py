@@ -905,25 +905,31 @@ def test_copied_tokens_leave_out_those_after_the_bytes_of_a_state(states: list[t
 
 
 @pytest.mark.parametrize(
-    ("prompt", "computed", "asked", "given", "tokens"),
+    ("prompt", "branch", "computed", "asked", "given", "tokens"),
     [
-        (300, 0, 300, 288, 288),  # all of it is copied
-        (530, 0, 530, 512, 480),  # 488 tokens are copied
-        (530, 0, 470, 470, 470),
-        (530, 480, 50, 32, 50),  # no hit ends at 512
-        (530, 480, 40, 32, 32),  # vLLM ends chunks, too, where the step has no more tokens
-        (1100, 1088, 12, 12, 12),
+        (300, 0, 0, 300, 288, 288),  # all of it is copied
+        (530, 0, 0, 530, 512, 480),  # 488 tokens are copied
+        (530, 0, 0, 470, 470, 470),
+        (530, 0, 480, 50, 32, 50),  # no hit ends at 512
+        (530, 0, 480, 40, 32, 32),  # vLLM ends chunks, too, where the step has no more tokens
+        (530, 140, 0, 530, 512, 128),
+        (530, 140, 128, 402, 384, 352),
+        (1100, 0, 1088, 12, 12, 12),
+        (1100, 700, 544, 556, 544, 128),  # at 672
+        (1100, 544, 0, 1100, 1088, 544),
     ],
 )
-def test_vllm_manager_ends_chunks_where_hits_end(
-    prompt: int, computed: int, asked: int, given: int, tokens: int
+def test_vllm_manager_ends_chunks_at_resume_points(  # noqa: PLR0917 - a table
+    prompt: int, branch: int, computed: int, asked: int, given: int, tokens: int
 ) -> None:
     attention = FullAttentionSpec(544, num_kv_heads=2, head_size=32)
     state = MambaSpec(544, shapes=((3, 768), (8, 64, 128)), dtypes=("torch.float32",) * 2, page_size_padded=278_528)
     cache = manager(state, attention, hit_unit=32, hash_block_size=32, max_model_len=2_000)
-    assert cache.to_last_hit_end(Asked("a", [1] * prompt), computed, asked, given) == tokens
+    request = Asked("a", [1] * prompt)
+    cache.mirror(request).branch_tokens = branch
+    assert cache.to_resume_point(request, computed, asked, given) == tokens
     whole = manager(state, attention, hash_block_size=544, max_model_len=2_000)
-    assert whole.to_last_hit_end(Asked("a", [1] * prompt), computed, asked, given) == given
+    assert whole.to_resume_point(request, computed, asked, given) == given
 
 
 @pytest.mark.parametrize(("more_bytes", "tokens"), [(0, 544), (8_704, 0)])
