@@ -210,6 +210,7 @@ def _loads() -> Iterator[Load]:
     yield Load("documents", "windows", 24 * MIB, documents(160), 4)
     yield Load("16 chats", "dense", ENOUGH, chats(16), 16)
     yield Load("16 chats", "dense", 48 * MIB, chats(16), 16)
+    yield Load("documents", "dense", ENOUGH, documents(160), 4)
     yield Load("documents", "dense", 48 * MIB, documents(160), 4)
     yield Load("agents", "dense", 48 * MIB, agents(8), 4)
     yield Load("short answers", "tiny", ENOUGH, short_answers(256), 16)

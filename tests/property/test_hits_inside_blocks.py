@@ -12,8 +12,10 @@ from how_much import how_many
 from hybridkv.cache import CacheOptions, KVCacheManager
 from hybridkv.cache.hashing import BlockHasher
 from hybridkv.cache.policies import AlignedStatePolicy, UnitStateHits
+from hybridkv.cache.publisher import HitEnds
 from hybridkv.errors import ConfigError
 from hybridkv.eviction import HAZARD, LRU, Eviction
+from hybridkv.eviction.resume_points import Kind, kind_of
 from hybridkv.request import Request
 from hybridkv.testing.configs import full_spec, model_config, state_spec, window_spec
 
@@ -279,3 +281,20 @@ def test_third_question_on_a_document_hits_where_the_second_branched_off(evictio
         cache.free(request)
     assert hits == [0, 16, found, 22]
     cache.check()
+
+
+@pytest.mark.parametrize(("copied", "ends"), [(None, [14, 38]), (4, [12, 36])])
+def test_resume_points_have_the_kind_of_the_end_that_they_stand_for(copied: int | None, ends: list[int]) -> None:
+    cache = cache_of(40, HAZARD, copied=copied)
+    request = Request("a", range(40), hasher=cache.hasher)
+    request.branch_tokens = 14
+    assert cache.bounds.resume_points(request) == ends
+    places = HitEnds(UNIT, BLOCK, BLOCK if copied is None else copied)
+    kinds = [kind_of(request, tokens, places, ended=False) for tokens in (*ends, 32)]
+    assert kinds == [Kind.BRANCH, Kind.PROMPT, Kind.GRID]
+
+
+def test_marks_end_hits_in_the_prompt_only() -> None:
+    cache = cache_of(40, LRU)
+    request = Request("a", range(23), hasher=cache.hasher, marks=[5, 16, 30])
+    assert cache.bounds.resume_points(request) == [4, 16, 22]

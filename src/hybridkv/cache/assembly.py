@@ -237,7 +237,8 @@ class ReferenceLayout:
         shares_in_part: A branch can begin with blocks that its parent has filled in part.
         keeps_resume_points: Everything that a request computed can be reused after its end, to the last token.
         hit_unit: Hits may end inside a block, at multiples of so many tokens; ``None``: at boundaries only.
-        follows_vllm: Steps equal those of vLLM for equal hits; with the eviction ``lru``, block ids too.
+        follows_vllm: Steps equal those of vLLM for equal hits; with the eviction ``lru``, block ids too. With
+            ``hit_unit``, chunks may end earlier.
     """
 
     retention: int | None = None
@@ -498,9 +499,9 @@ def _tails_of(groups: Sequence[CacheGroup]) -> list[CacheGroup]:
     return tails
 
 
-def _hit_ends(options: CacheOptions, kinds: Sequence[GroupKind]) -> HitEnds:
+def _hit_ends(options: CacheOptions, kinds: Sequence[GroupKind], alignment: int) -> HitEnds:
     if options.hit_unit is None:
-        return HitEnds(whole_states(kinds))
+        return HitEnds(alignment)
     block = next(kind.block_size for kind in kinds if kind.publishes)  # all have one size
     return HitEnds(options.hit_unit, block, block if options.copied_tokens is None else options.copied_tokens)
 
@@ -671,7 +672,7 @@ def assemble(
     holding_tokens = [group for group in groups if group.kind.publishes and group.kind.keeps_tokens]
     shared_in_part = holding_tokens if caching and layout.partial_block_hits else []
     retention = Retention(layout.retention, alignment, any(kind.drops for kind in kinds)) if caching else None
-    whole, ends = whole_states(kinds), _hit_ends(options, kinds)
+    whole, ends = whole_states(kinds), _hit_ends(options, kinds, alignment)
     publisher = Publisher(groups, pool, shared_in_part=shared_in_part, retention=retention, ends=ends)
     residents = Residents(groups, publisher, hasher=hasher, hash_block_size=hash_block, journal=journal)
     placement = layout.resume_points(kinds) if caching else NoStates()
@@ -684,7 +685,7 @@ def assemble(
         blocks = PointBlocks(publishing, pool, pool.space, sizes, len(layout.shares.of))
         rankings = TenantRankings(ranking, layout.shares, config.arena_bytes, blocks.weights)
         eviction_policy = RankedResumePoints(
-            pool, blocks=blocks, rankings=rankings, facts=journal.blocks, hash_block=hash_block, alignment=alignment
+            pool, blocks=blocks, rankings=rankings, facts=journal.blocks, hash_block=hash_block, ends=ends
         )
     transfers = TransferLog(
         groups,

@@ -62,7 +62,7 @@ class CacheBounds:
         drops_for_eagle: Some group drops the last block of each hit, as EAGLE needs.
         rewrites_states: Running states are rewritten in place, so a failed step leaves them broken.
         shares_in_part: A branch can begin with blocks that its parent has filled in part.
-        follows_vllm: Block ids and steps equal those of vLLM.
+        follows_vllm: Block ids and steps equal those of vLLM; see ``ReferenceLayout``.
         keeps_resume_points: Everything that a request computed can be reused, to its last token; see
             ``KVCacheManager.keep_resume_point``.
         keeps_checkpoints: Some group keeps states at the checkpoint positions of the placement.
@@ -73,7 +73,7 @@ class CacheBounds:
         refuse_stranger: Raises ConfigError or CacheError for a request that this cache cannot serve; see ``Residents``.
         checkpoint_positions: Returns the positions at which states of a request should be kept; see
             ``Checkpoints.positions``.
-        resume_points: Returns the resume points of a request inside blocks; see ``Publisher.resume_points_of``.
+        resume_points: Returns where hits may end for the sake of a request; see ``Publisher.resume_points_of``.
         peak_blocks: Returns the most blocks, or slabs, that one request holds at once; see ``SlotPlanner.peak_blocks``.
         usable_blocks: Blocks, or slabs, that requests can hold: all except the null block and attention sinks.
         guaranteed_blocks: ``usable_blocks`` without the blocks that pins may take.

@@ -75,17 +75,17 @@ class Retention(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HitEnds:
-    """Where hits may end inside a block.
+    """Where hits may end.
 
         block of 544, unit 32     [ 0 . 32 . 64 .  ...  . 480 | . 512 . ]      copied 488: no hit ends at 512
 
     Attributes:
-        unit: Hits inside blocks are multiples of so many tokens.
-        block_size: Tokens of a column of states; 0 where states have no columns, so that ``copied`` means nothing.
+        unit: Every hit is a multiple of so many tokens.
+        block_size: With ``hit_unit``: tokens of a block; else 0, and ``copied`` means nothing.
         copied: Tokens of a block that a worker's copy carries.
     """
 
-    unit: int = 1
+    unit: int
     block_size: int = 0
     copied: int = 0
 
@@ -107,10 +107,10 @@ class Publisher:
         shared_in_part: Groups whose blocks can be hit in part; an empty list in the reference layout without
             ``hit_unit``.
         retention: Which windows and states are kept; ``None`` without prefix caching.
-        ends: Where hits may end inside a block.
+        ends: Where hits may end.
 
     Attributes:
-        ends: Where hits may end inside a block.
+        ends: Where hits may end.
         publishes: Whether anything is published.
         open_step: The step that is being made; WRITTEN without one.
         wants_runs: Whether runs are recorded for events; else block ids are enough.
@@ -127,7 +127,7 @@ class Publisher:
         ends: HitEnds,
     ) -> None:
         self.ends = ends
-        self._ends_anywhere = ends == HitEnds()
+        self._ends_anywhere = ends == HitEnds(1)
         self.publishes = retention is not None
         self.open_step = WRITTEN
         self.wants_runs = pool.journal.reports_events
@@ -384,16 +384,18 @@ class Publisher:
         self._next_resume_point[request.row] = ahead[0] if ahead and request.writes_prefix_cache else NEVER
 
     def resume_points_of(self, request: Request) -> list[int]:
-        """Return the resume points of ``request`` inside blocks, ascending.
+        """Return where hits may end for the sake of ``request``, ascending; block boundaries are among them.
 
-        They lie before its prompt's last token and at its marks. Where states have columns, one lies where earlier
-        requests branched off (``branch_tokens``).
+        They are the last ends before its prompt's last token and its marks. With ``hit_unit``, they lie in the prompt,
+        and one is the last end before the tokens at which it branches off from earlier requests.
         """
-        last = request.num_prompt_tokens - 1
+        last, end = request.num_prompt_tokens - 1, self.ends.last
+        if self.ends.block_size:
+            asked = (last, request.branch_tokens, *request.marks)
+            return sorted({end(min(one, last)) for one in asked} - {0})
         if self._ends_anywhere and not request.marks:
             return [last] if last else []
-        asked = (last, request.branch_tokens, *request.marks) if self.ends.block_size else (last, *request.marks)
-        return sorted({self.ends.last(one) for one in asked} - {0})
+        return sorted({end(one) for one in (last, *request.marks)} - {0})
 
     def _publish_resume_points(self, group: CacheGroup, request: Request, known_tokens: int) -> None:
         """Publish the resume points of ``group`` up to ``known_tokens`` that are not handled yet."""

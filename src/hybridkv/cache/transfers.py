@@ -41,7 +41,7 @@ class Checkpoints:
     is. A ring that is empty at the position is not kept.
 
     In the reference layout a chunk that ends inside a block leaves its state in a column that the next step overwrites.
-    At the end of a prompt and at its branch point, this state is copied to a block of its own before that step:
+    In a prompt, this state is copied to a block of its own before that step:
 
         tokens   [ computed ............... | this step ...... ]
                                             ^ one of ``Publisher.resume_points_of``

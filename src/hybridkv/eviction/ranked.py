@@ -23,6 +23,7 @@ from hybridkv.cache.eviction_policy import Below, Copy
 from hybridkv.cache.index import KnownTokens, add_known, leading_known
 from hybridkv.cache.journal import BlockFact, Cleared, Ids
 from hybridkv.cache.pool import BlockPool
+from hybridkv.cache.publisher import HitEnds
 from hybridkv.cache.statistics import (
     CacheStatistics,
     ResumePointClassStatistics,
@@ -156,7 +157,7 @@ class RankedResumePoints:
         rankings: Chooses the next resume point to evict.
         facts: Changes of blocks since the last read (``Journal.blocks``). This object empties the list.
         hash_block: Tokens of a hash block.
-        alignment: Tokens of which every hit is a multiple.
+        ends: Where hits may end.
     """
 
     ranks = True
@@ -169,7 +170,7 @@ class RankedResumePoints:
         rankings: TenantRankings,
         facts: list[BlockFact],
         hash_block: int,
-        alignment: int,
+        ends: HitEnds,
     ) -> None:
         self._pool = pool
         self._facts = facts
@@ -179,7 +180,7 @@ class RankedResumePoints:
         self._counts = PointCounts()
         self._clock = pool.journal.clock
         self._hash_block = hash_block
-        self._alignment = alignment
+        self._ends = ends
         self._none = [0] * len(pool.bases)
         self._tree = ResumePointTree(hash_block)
         self._ghost_entries = defaultdict[int, dict[int, ResumePoint]](dict)  # by tenant and serial, the oldest first
@@ -365,7 +366,7 @@ class RankedResumePoints:
         session = self._sessions.get(request.row)
         gap, kind = (None, None) if session is None else (session.gap, session.kind)
         if kind is None:
-            kind = kind_of(request, tokens, self._alignment, ended=ended)
+            kind = kind_of(request, tokens, self._ends, ended=ended)
         point = self._tree.make(place, kind, tokens, now, gap, self._tenant_of(request))
         if request.hints is not NO_HINTS:
             self._note_hints(request, point, now)

@@ -44,6 +44,7 @@ from typing import Final, NamedTuple
 
 from hybridkv.cache.eviction_policy import Below
 from hybridkv.cache.index import TOKEN_BYTES, opening
+from hybridkv.cache.publisher import HitEnds
 from hybridkv.errors import CacheError
 from hybridkv.request import NO_HINTS, Hints, Request
 
@@ -167,22 +168,23 @@ _MOST: Final = 11
 KINDS: Final = len(Kind)
 
 
-def kind_of(request: Request, tokens: int, alignment: int, *, ended: bool) -> Kind:
+def kind_of(request: Request, tokens: int, ends: HitEnds, *, ended: bool) -> Kind:
     """Return the kind of a resume point at ``tokens`` of ``request``.
 
     Args:
         request: The request.
-        tokens: A multiple of ``alignment``.
-        alignment: Tokens of which every resume point is a multiple.
+        tokens: Where a hit may end.
+        ends: Where hits may end.
         ended: The request ended there.
     """
     if ended:
         return Kind.OUTPUT
-    if tokens == request.branch_tokens // alignment * alignment:
+    last, branch = request.num_prompt_tokens - 1, request.branch_tokens
+    if branch and tokens == ends.last(branch):
         return Kind.BRANCH
-    if request.marks and any(one // alignment * alignment == tokens for one in request.marks):
+    if request.marks and any(tokens == ends.last(one) for one in request.marks):
         return Kind.BRANCH
-    return Kind.PROMPT if tokens == (request.num_prompt_tokens - 1) // alignment * alignment else Kind.GRID
+    return Kind.PROMPT if tokens == last or tokens == ends.last(last) else Kind.GRID
 
 
 def hint_of(request: Request, tokens: int) -> int:

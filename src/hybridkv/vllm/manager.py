@@ -202,7 +202,7 @@ class CacheManager:
 
             block of 544, unit 32, 488 copied      [ .. 128 ..... 480 ... 512 . p     p: the last token of the prompt
             vLLM's chunks                          [--------------------->[-->
-            these, with a branch at 140            [---->[------->[---------->
+            these, with a branch at 128            [---->[------->[---------->
 
         Args:
             request: the request.
@@ -211,13 +211,14 @@ class CacheManager:
             given: tokens of vLLM's chunk.
         """
         unit = self._settings.hit_unit
-        if unit is None:
+        if unit is None or computed >= request.num_prompt_tokens - 1:
             return given
-        ends, last = self.cache.bounds.resume_points(self._mirrors.of(request)), request.num_prompt_tokens - 1
+        mine = self._mirrors.of(request)
+        ends, last = self.cache.bounds.resume_points(mine), mine.num_prompt_tokens - 1
         stop = next((one for one in ends if computed < one < computed + given), None)
         if stop is not None:
             return stop - computed
-        theirs = last // unit * unit
+        theirs = last // unit * unit  # among ``ends`` if it is a block boundary, where vLLM must stop
         goes_on = computed + given == theirs not in ends and computed + asked == last + 1 == request.num_tokens
         return asked if goes_on else given
 
