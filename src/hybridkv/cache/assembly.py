@@ -499,9 +499,10 @@ def _tails_of(groups: Sequence[CacheGroup]) -> list[CacheGroup]:
     return tails
 
 
-def _hit_ends(options: CacheOptions, kinds: Sequence[GroupKind], alignment: int) -> HitEnds:
+def _hit_ends(options: CacheOptions, kinds: Sequence[GroupKind], unit: int) -> HitEnds:
+    """Return where hits may end. unit: without ``hit_unit``, they are multiples of so many tokens."""
     if options.hit_unit is None:
-        return HitEnds(alignment)
+        return HitEnds(unit)
     block = next(kind.block_size for kind in kinds if kind.publishes)  # all have one size
     return HitEnds(options.hit_unit, block, block if options.copied_tokens is None else options.copied_tokens)
 
@@ -672,8 +673,10 @@ def assemble(
     holding_tokens = [group for group in groups if group.kind.publishes and group.kind.keeps_tokens]
     shared_in_part = holding_tokens if caching and layout.partial_block_hits else []
     retention = Retention(layout.retention, alignment, any(kind.drops for kind in kinds)) if caching else None
-    whole, ends = whole_states(kinds), _hit_ends(options, kinds, alignment)
-    publisher = Publisher(groups, pool, shared_in_part=shared_in_part, retention=retention, ends=ends)
+    whole = whole_states(kinds)
+    publisher = Publisher(
+        groups, pool, shared_in_part=shared_in_part, retention=retention, ends=_hit_ends(options, kinds, whole)
+    )
     residents = Residents(groups, publisher, hasher=hasher, hash_block_size=hash_block, journal=journal)
     placement = layout.resume_points(kinds) if caching else NoStates()
     copied = [group for group in groups if isinstance(group.policy, FixedPolicy) and group.kind.publishes]
@@ -685,7 +688,12 @@ def assemble(
         blocks = PointBlocks(publishing, pool, pool.space, sizes, len(layout.shares.of))
         rankings = TenantRankings(ranking, layout.shares, config.arena_bytes, blocks.weights)
         eviction_policy = RankedResumePoints(
-            pool, blocks=blocks, rankings=rankings, facts=journal.blocks, hash_block=hash_block, ends=ends
+            pool,
+            blocks=blocks,
+            rankings=rankings,
+            facts=journal.blocks,
+            hash_block=hash_block,
+            ends=_hit_ends(options, kinds, alignment),
         )
     transfers = TransferLog(
         groups,

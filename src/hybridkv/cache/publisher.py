@@ -107,10 +107,10 @@ class Publisher:
         shared_in_part: Groups whose blocks can be hit in part; an empty list in the reference layout without
             ``hit_unit``.
         retention: Which windows and states are kept; ``None`` without prefix caching.
-        ends: Where hits may end.
+        ends: Where hits of some group may end; all groups may agree on fewer ends.
 
     Attributes:
-        ends: Where hits may end.
+        ends: As in the arguments.
         publishes: Whether anything is published.
         open_step: The step that is being made; WRITTEN without one.
         wants_runs: Whether runs are recorded for events; else block ids are enough.
