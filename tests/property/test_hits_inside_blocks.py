@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from random import Random
 
 import pytest
@@ -147,6 +149,28 @@ class Run:
             self.running.remove(request)
 
 
+def serve_alone(worker: Worker, name: str, prompt: Tokens, steps: Iterator[int], outputs: int = 0) -> int:
+    """Run a request with no other to its end; return its hit tokens."""
+    cache, request = worker.cache, Request(name, prompt, hasher=worker.cache.hasher)
+    hit = cache.find_hit(request)
+    request.branch_tokens = hit.branch_tokens
+    start = hit.tokens
+    while start < request.num_tokens:
+        step, end, begins = next(steps), chunk_end(cache, request, start, 16), request.row < 0
+        with cache.step(step):
+            given = (hit.tokens, hit) if begins and hit.tokens else ()
+            assert cache.allocate_slots(request, end - start, *given)
+            cache.engine.store_checkpoints_of(request, start, end)
+            worker.copy()
+        worker.run(request, start, end)
+        cache.mark_written(step)
+        start = request.num_computed_tokens = end
+        if end == request.num_tokens and request.num_output_tokens < outputs:
+            request.append(7)
+    cache.free(request)
+    return hit.tokens
+
+
 def play(seed: int, eviction: Eviction, counts: Counter[str], bound: int | None, copied: int) -> None:
     random = Random(seed)
     run = Run(random, cache_of(random.randint(24, 60), eviction, random.choice((None, 0)), bound), counts)
@@ -212,27 +236,9 @@ def test_same_prompt_again_hits_the_last_unit_before_its_last_token_that_is_copi
     eviction: Eviction, copied: int | None, hit_end: int, copies: int
 ) -> None:
     cache = cache_of(40, eviction, copied=copied)
-    worker, prompt = Worker(cache, BLOCK if copied is None else copied), tuple(range(23))
-    for number, hit_tokens in enumerate((0, hit_end)):
-        request = Request(str(number), prompt, hasher=cache.hasher)
-        hit = cache.find_hit(request)
-        assert hit.tokens == hit_tokens
-        start = hit_tokens
-        for step in range(10 * number, 10 * number + 6):
-            end = chunk_end(cache, request, start, 16)
-            with cache.step(step):
-                first = start == hit_tokens
-                assert cache.allocate_slots(
-                    request, end - start, hit_tokens if first else 0, hit if first and hit_tokens else None
-                )
-                cache.engine.store_checkpoints_of(request, start, end)
-                worker.copy()
-            worker.run(request, start, end)
-            cache.mark_written(step)
-            start = request.num_computed_tokens = end
-            if end == request.num_tokens:
-                request.append(7)
-        cache.free(request)
+    worker, steps = Worker(cache, BLOCK if copied is None else copied), count()
+    prompt = tuple(range(23))
+    assert [serve_alone(worker, name, prompt, steps, outputs=3) for name in "ab"] == [0, hit_end]
     assert worker.copies == copies  # the states of the tail, and the hit: one block of each group
 
 
@@ -260,25 +266,9 @@ def test_hit_unit_is_rejected_with_eagle() -> None:
 def test_third_question_on_a_document_hits_where_the_second_branched_off(eviction: Eviction, found: int) -> None:
     """Only evictions that rank remember the keys inside a block that other tokens follow."""
     cache = cache_of(40, eviction)
-    worker, document, step, hits = Worker(cache), tuple(range(19)), 0, list[int]()
-    for number, question in enumerate((30, 31, 32, 31)):
-        request = Request(str(number), (*document, *[question] * 4), hasher=cache.hasher)
-        hit = cache.find_hit(request)
-        request.branch_tokens = hit.branch_tokens
-        hits.append(hit.tokens)
-        start = hit.tokens
-        while start < request.num_tokens:
-            end = chunk_end(cache, request, start, 16)
-            first = start == hit.tokens
-            with cache.step(step):
-                cache.allocate_slots(request, end - start, start if first else 0, hit if first and start else None)
-                cache.engine.store_checkpoints_of(request, start, end)
-                worker.copy()
-            worker.run(request, start, end)
-            cache.mark_written(step)
-            start, step = end, step + 1
-            request.num_computed_tokens = end
-        cache.free(request)
+    worker, steps, document = Worker(cache), count(), tuple(range(19))
+    prompts = [(*document, *[question] * 4) for question in (30, 31, 32, 31)]
+    hits = [serve_alone(worker, str(number), prompt, steps) for number, prompt in enumerate(prompts)]
     assert hits == [0, 16, found, 22]
     cache.check()
 
