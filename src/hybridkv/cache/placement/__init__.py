@@ -4,6 +4,7 @@ from hybridkv.cache.placement.named import DEFAULT_PLACEMENT, placement_named, p
 from hybridkv.cache.placement.placements import (
     AlignPlacement,
     BoundaryPlacement,
+    BranchPlacement,
     EndsPlacement,
     IntervalPlacement,
     NoStates,
@@ -14,6 +15,7 @@ __all__ = [
     "DEFAULT_PLACEMENT",
     "AlignPlacement",
     "BoundaryPlacement",
+    "BranchPlacement",
     "EndsPlacement",
     "IntervalPlacement",
     "NoStates",

@@ -193,6 +193,48 @@ class BoundaryPlacement:
 
 
 @dataclass(frozen=True, slots=True)
+class BranchPlacement:
+    """Says where resume points of full attention are: at multiples of B in the prompt, before branch points and marks.
+
+        prompt   [ .... : ...... branch ... : rest ]   output [ .... : rest ]
+                        ^ shared with others                         ^ the end
+
+    Every block of a kept prefix can end a hit, so the resume point at the end of the request also serves its prompt
+    again. One at the end of the prompt costs time and found no more tokens (docs/design/0033).
+
+    Attributes:
+        tokens: B, the tokens of which every hit is a multiple.
+    """
+
+    tokens: int
+    name: str = "branches"
+    keeps_states: bool = True
+    keeps_final_state: bool = True
+
+    def checkpoints(self, request: Request, start: int, end: int) -> tuple[int, ...]:
+        """Return these positions. O(marks)."""
+        last = min(end, request.num_prompt_tokens)
+        return tuple(one for one in self._in_order(request) if start < one <= last)
+
+    def next_checkpoint(self, request: Request, after: int) -> int:
+        """Return the next of them. O(marks)."""
+        prompt = request.num_prompt_tokens
+        return next((one for one in self._in_order(request) if after < one <= prompt), NEVER)
+
+    @property
+    def alignment(self) -> int:
+        """B."""
+        return self.tokens
+
+    def _in_order(self, request: Request) -> list[int]:
+        return sorted({one // self.tokens * self.tokens for one in (request.branch_tokens, *request.marks)})
+
+    def is_supersedable(self, request: Request, tokens: int) -> bool:  # noqa: ARG002 - the ranking learns it, as above
+        """Return False: other requests share branch points."""
+        return False
+
+
+@dataclass(frozen=True, slots=True)
 class IntervalPlacement:
     """Keeps states every ``tokens`` tokens, in prompt and output, and at the end of the request.
 
