@@ -13,6 +13,7 @@ from hybridkv.cache.placement import (
     DEFAULT_PLACEMENT,
     AlignPlacement,
     BoundaryPlacement,
+    BranchPlacement,
     EndsPlacement,
     IntervalPlacement,
     NoStates,
@@ -27,7 +28,14 @@ from hybridkv.specs import KVCacheSpec
 from hybridkv.testing.configs import full_spec, natural_model_config, state_spec, window_spec
 
 MOST = 2**31 - 1
-ALL = (NoStates(), AlignPlacement(4), IntervalPlacement(7), EndsPlacement(), BoundaryPlacement(4, at_chunk_ends=True))
+ALL = (
+    NoStates(),
+    AlignPlacement(4),
+    IntervalPlacement(7),
+    EndsPlacement(),
+    BoundaryPlacement(4, at_chunk_ends=True),
+    BranchPlacement(4),
+)
 
 placements = st.one_of(
     st.just(NoStates()),
@@ -35,6 +43,7 @@ placements = st.one_of(
     st.builds(IntervalPlacement, st.integers(1, 40)),
     st.just(EndsPlacement()),
     st.builds(BoundaryPlacement, st.integers(1, 40), at_chunk_ends=st.booleans()),
+    st.builds(BranchPlacement, st.integers(1, 40)),
 )
 
 
@@ -70,6 +79,9 @@ def kept(placement: Placement, of: Request, tokens: int, end: int) -> bool:
             ends = [*own, end] if placement.at_chunk_ends else own
             inside = tokens <= prompt or placement.at_chunk_ends
             return inside and tokens % size == 0 and any(0 <= e - tokens < size for e in ends)
+        case BranchPlacement(size):
+            own = [of.branch_tokens, *of.marks]
+            return tokens <= prompt and tokens % size == 0 and any(0 <= e - tokens < size for e in own)
         case _:
             return marked or tokens == prompt - 1 or tokens == of.branch_tokens
 
@@ -135,8 +147,8 @@ def test_checkpoints_of_full_attention_lack_eviction_corner(specs: Sequence[KVCa
 
 
 def test_placement_kinds_declare_states_and_final_state() -> None:
-    assert [one.keeps_states for one in ALL] == [False, True, True, True, True]
-    assert [one.keeps_final_state for one in ALL] == [False, False, True, True, True]
+    assert [one.keeps_states for one in ALL] == [False, True, True, True, True, True]
+    assert [one.keeps_final_state for one in ALL] == [False, False, True, True, True, True]
 
 
 @given(placement=placements, of=requests, tokens=st.integers(1, 130))
@@ -168,7 +180,7 @@ def test_placement_name_is_parsed(name: str, placement: Placement) -> None:
 
 def test_placement_default_is_ends() -> None:
     assert DEFAULT_PLACEMENT.name == "ends"
-    assert [one.name for one in ALL] == ["none", "align:4", "interval:7", "ends", "boundaries"]
+    assert [one.name for one in ALL] == ["none", "align:4", "interval:7", "ends", "boundaries", "branches"]
 
 
 @pytest.mark.parametrize(
