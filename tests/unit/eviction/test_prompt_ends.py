@@ -8,6 +8,8 @@ import pytest
 
 from hybridkv.cache import CacheOptions, KVCacheManager
 from hybridkv.eviction import HAZARD
+from hybridkv.eviction.ranked import RankedResumePoints
+from hybridkv.eviction.resume_points import ResumePoint
 from hybridkv.request import Request, SamplingParams
 from hybridkv.schedule import Scheduler, SchedulerLimits
 from hybridkv.specs import KVCacheSpec
@@ -29,11 +31,11 @@ class Served:
         self._scheduler = Scheduler(self.cache, SchedulerLimits(max_running=4, max_batched_tokens=64))
         self._served = 0
 
-    def serve(self, prompt: Sequence[int]) -> int:
+    def serve(self, prompt: Sequence[int], marks: Sequence[int] = ()) -> int:
         """Return the tokens that ``prompt`` hits; its output is 100, 101, ..."""
         self.now, self._served = self.now + 10, self._served + 1
         asked = SamplingParams(max_tokens=OUTPUT, ignore_eos=True)
-        request = Request(f"{self._served}", list(prompt), asked, hasher=self.cache.hasher)
+        request = Request(f"{self._served}", list(prompt), asked, hasher=self.cache.hasher, marks=marks)
         self._scheduler.add(request)
         output = iter(range(100, 100 + OUTPUT))
         while self._scheduler.num_running + self._scheduler.num_waiting:
@@ -43,6 +45,12 @@ class Served:
         assert request.first_hit_tokens is not None
         self.cache.check()
         return request.first_hit_tokens
+
+    def points(self) -> list[ResumePoint]:
+        """Return the kept resume points."""
+        found = self.cache._parts.eviction_policy
+        assert isinstance(found, RankedResumePoints)
+        return list(found._tree.kept())
 
     def kept(self) -> dict[str, int]:
         """Return the kept resume points by kind."""
@@ -68,6 +76,13 @@ def test_full_attention_hits_its_prompt_again_which_becomes_a_branch_point() -> 
     served.serve(PROMPT)
     assert [served.serve(PROMPT) for _ in range(2)] == [28, 28]
     assert served.kept() == {"output": 1, "branch": 1}
+
+
+def test_full_attention_keeps_marks_of_prompts() -> None:
+    served = Served(FULL)
+    served.serve(PROMPT, marks=[14, 35])
+    assert served.kept() == {"output": 1, "branch": 1}
+    assert sorted(point.tokens for point in served.points()) == [12, 40]
 
 
 def test_full_attention_hits_the_longest_common_prefix() -> None:
