@@ -19,9 +19,12 @@ from hybridkv.errors import ConfigError
 from hybridkv.eviction import HAZARD, LRU, Eviction
 from hybridkv.eviction.resume_points import Kind, kind_of
 from hybridkv.request import Request
+from hybridkv.schedule import SchedulerLimits
+from hybridkv.schedule.builder import split_of
 from hybridkv.testing.configs import full_spec, model_config, state_spec, window_spec
 
 BLOCK, UNIT = 8, 2
+LIMITS = SchedulerLimits(max_batched_tokens=16)
 SPECS = full_spec(BLOCK), state_spec(BLOCK, mode="align"), state_spec(BLOCK, mode="align")
 
 Tokens = tuple[int, ...]
@@ -35,17 +38,10 @@ def cache_of(
 
 
 def chunk_end(cache: KVCacheManager, request: Request, start: int, most: int) -> int:
-    """Where a chunk ends inside vLLM: at block boundaries and resume points."""
-    prompt = request.num_prompt_tokens
-    last = max(prompt, request.num_tokens - 1)
-    if start >= last:
-        return start + 1
-    end = min(start + most, request.num_tokens)
-    if end < last and end // BLOCK * BLOCK > start:
-        end = end // BLOCK * BLOCK
-    stops = {(start // BLOCK + 1) * BLOCK if start % BLOCK else 0, (request.num_tokens - 1) // BLOCK * BLOCK}
-    stops.update(cache.bounds.resume_points(request))
-    return min((one for one in stops if start < one < end), default=end)
+    """Where a chunk of a scheduler ends: at block boundaries and resume points."""
+    split = split_of(cache, LIMITS, None)
+    assert split is not None
+    return start + split(request, start, min(most, request.num_tokens - start))
 
 
 @dataclass

@@ -113,7 +113,10 @@ def layout_of(config: KVCacheConfig, options: CacheOptions = DEFAULT_OPTIONS) ->
             )
         return ReferenceLayout(options.retention, eviction=eviction, hit_unit=options.hit_unit)
     if options.hit_unit is not None:
-        raise ConfigError("hit_unit means nothing in the natural layout, whose hits end at any token: leave it out")
+        raise ConfigError(
+            "hit_unit (--prefix-match-unit) means nothing in the natural layout, whose hits end at any token: leave "
+            "it out"
+        )
     placed = DEFAULT_PLACEMENT if placement is None else placement
     found = SlabSpace(config.slabs, options.max_moved_bytes) if options.space is None else options.space
     return NaturalLayout(placed, eviction, found, options.retention, options.partial_block_hits, options.shares)
@@ -533,17 +536,18 @@ def _check_hit_unit(unit: int, kinds: Sequence[GroupKind]) -> None:
     full = all(kind.keeps_state or isinstance(kind.inner, FullAttentionSpec) for kind in shared)
     if not states or len(sizes) != 1 or not full or any(kind.drops for kind in kinds):
         raise ConfigError(
-            f"hit_unit {unit} needs full attention and recurrent states of mode align, with blocks of one size and "
-            "without EAGLE: leave it out"
+            f"hit_unit (--prefix-match-unit) {unit} needs full attention and recurrent states of mode align, with "
+            "blocks of one size and without EAGLE: leave it out"
         )
     if unit % whole_states(kinds):
         raise ConfigError(
-            f"hit_unit {unit} ends inside a state of {whole_states(kinds)} tokens (tokens_per_state): choose a multiple"
+            f"hit_unit (--prefix-match-unit) {unit} ends inside a state of {whole_states(kinds)} tokens "
+            "(tokens_per_state): choose a multiple"
         )
     if (size := sizes.pop()) % unit or any(kind.num_drafts for kind in states):
         raise ConfigError(
-            f"hit_unit {unit} must divide the block of {size} tokens, and recurrent states must have no blocks for "
-            "drafts: choose a divisor, and leave drafts out"
+            f"hit_unit (--prefix-match-unit) {unit} must divide the block of {size} tokens, and recurrent states "
+            "must have no blocks for drafts: choose a divisor, and leave drafts out"
         )
 
 

@@ -68,6 +68,7 @@ class CacheBounds:
         keeps_checkpoints: Some group keeps states at the checkpoint positions of the placement.
         state_alignment: Tokens between positions where all groups can keep states that are shared without a copy; 0 if
             no group does.
+        hits_inside_blocks: States are also copied at ``resume_points`` where chunks end (``CacheOptions.hit_unit``).
         evicts_in_order: Blocks of one size are evicted in the order of their last use, so ``Miss.more_bytes`` is a
             bound.
         refuse_stranger: Raises ConfigError or CacheError for a request that this cache cannot serve; see ``Residents``.
@@ -90,6 +91,7 @@ class CacheBounds:
         self.keeps_resume_points = layout.keeps_resume_points
         self.keeps_checkpoints = bool(parts.checkpoints.groups)
         self.state_alignment = math.lcm(*(group.policy.block_size for group in kept)) if kept else 0
+        self.hits_inside_blocks = bool(parts.publisher.ends.block_size)
         self.usable_blocks = pool.num_usable
         self.guaranteed_blocks = pool.num_usable - parts.pins.max_blocks
         self.evicts_in_order = layout.evicts_in_order

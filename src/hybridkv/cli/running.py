@@ -341,6 +341,10 @@ class RunOptions:
     )
     weights: str = weights_option()
     eviction: str | None = eviction_option()
+    prefix_match_unit: int | None = cache_option(
+        "Reference layout of models with recurrent states: tokens of which hits inside a block are a multiple.",
+        show_default="hits end at blocks",
+    )
     shares: list[str] | None = shares_option()
     host_memory: str | None = cache_option(
         "Host memory of one rank that keeps what leaves the cache: 40GiB, 512MiB, or a number of bytes.",

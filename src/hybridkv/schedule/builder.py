@@ -376,6 +376,8 @@ def split_of(cache: KVCacheManager, limits: SchedulerLimits, forking: Collection
             largest=limits.max_batched_tokens,
             drops=cache.bounds.drops_for_eagle,
         )
+        if cache.bounds.hits_inside_blocks:
+            split = partial(split_at_resume_points, points=cache.bounds.resume_points, other=split)
     return partial(split_at_items, other=split) if limits.whole_items else split
 
 
@@ -413,6 +415,25 @@ def split_at_blocks(request: Request, computed: int, asked: int, *, size: int, l
     if computed % size:
         boundaries.append(computed // size * size + size)
     return min([end, *(boundary for boundary in boundaries if computed < boundary < end)]) - computed
+
+
+def split_at_resume_points(
+    request: Request, computed: int, asked: int, *, points: Callable[[Request], Sequence[int]], other: Split
+) -> int:
+    """End chunks also where hits may end inside blocks, in the reference layout.
+
+    Args:
+        request: the request.
+        computed: its computed tokens.
+        asked: tokens that it could run now.
+        points: returns the token counts at which hits may end for the sake of a request, in order.
+        other: ends chunks at blocks.
+
+    Returns:
+        Tokens to run now; 0 to wait for a step with more tokens left.
+    """
+    end = computed + other(request, computed, asked)
+    return next((one for one in points(request) if computed < one < end), end) - computed
 
 
 def split_at_checkpoints(

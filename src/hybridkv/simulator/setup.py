@@ -46,6 +46,8 @@ class ReplaySettings:
         weights: format of the weights, a name of ``hardware.WEIGHT_BYTES``.
         placement: natural layout: name of the policy that chooses checkpoint positions; ``None``: the plan's.
         eviction: name of the eviction policy; ``None``: the plan's default.
+        prefix_match_unit: reference layout of models with recurrent states: hits may also end inside a block, at
+            multiples of so many tokens, as with vLLM's option; a divisor of the block. ``None``: at blocks only.
         step_by_step: take each step by itself, without fast-forward; the report is the same.
         shares: natural layout: the tenants' shares of the cached bytes.
         remembered_losses: number of evicted keys to remember for explanations of misses; 0: misses are not explained.
@@ -71,6 +73,7 @@ class ReplaySettings:
     weights: str = BF16
     placement: str | None = None
     eviction: str | None = None
+    prefix_match_unit: int | None = None
     step_by_step: bool = False
     shares: TenantShares = EVERYBODY
     remembered_losses: int = 0
@@ -93,6 +96,8 @@ class ReplaySettings:
         check_fields(self, partial(integer, least=0, most=MOST_COUNT), "remembered_losses")
         for name, most in (("max_running", MOST_RUNNING), ("token_budget", MOST_COUNT)):
             integer(f"{name} (--{name.replace('_', '-')})", getattr(self, name), 1, most)
+        if self.prefix_match_unit is not None:
+            integer("prefix_match_unit (--prefix-match-unit)", self.prefix_match_unit, 1, MOST_COUNT)
         if not 0 <= self.time_scale < float("inf"):
             raise ConfigError(f"time_scale (--time-scale) must be 0 or more and finite, got {self.time_scale}")
         if self.time_scale > MOST_TIME_SCALE:
@@ -249,6 +254,7 @@ def simulation_of(
     options = CacheOptions(
         placement=placement_of(plan, settings.placement),
         eviction=eviction_of(plan, settings.eviction),
+        hit_unit=settings.prefix_match_unit,
         shares=settings.shares,
         remembered_losses=settings.remembered_losses,
         block_times=settings.block_times,

@@ -107,6 +107,7 @@ def test_replay_command_prints_json(trace: Path) -> None:
         "prefix_caching": True,
         "remembered_losses": 0,
         "eviction": DEFAULT_EVICTIONS["natural"].name,
+        "prefix_match_unit": None,
         "shares": [{"tenant": None, "guaranteed": 0.0, "greatest": 1.0}],
         "weights": "bf16",
         "speculation": None,
@@ -275,6 +276,19 @@ def test_replay_command_placements_are_applied(asked: str | None, used: str) -> 
     assert hits is not None
     assert (hits[1] == "0") == (used == "none")
     assert ("prefix caching is off: placement none keeps no state" in done.stdout) == (used == "none")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--layout", "natural", "--prefix-match-unit", "32"), "means nothing in the natural layout"),
+        (("--layout", "reference", "--prefix-match-unit", "0"), "(--prefix-match-unit) must be at least 1, got 0"),
+        (("--layout", "reference", "--prefix-match-unit", "32"), "needs full attention and recurrent states"),
+    ],
+)
+def test_replay_command_rejects_units_that_end_no_hit(options: tuple[str, ...], message: str) -> None:
+    shown = error("replay", "workload:uniform", "--model", "llama-3-8b", "--memory", "1GiB", *options)
+    assert message in " ".join(shown.split())
 
 
 @pytest.mark.parametrize("eviction", EVICTIONS)

@@ -6,7 +6,7 @@ import pytest
 
 from hybridkv.extra_keys import MultimodalItem
 from hybridkv.request import Request
-from hybridkv.schedule.builder import split_at_blocks, split_at_items
+from hybridkv.schedule.builder import split_at_blocks, split_at_items, split_at_resume_points
 
 
 def share(prompt: int, computed: int, asked: int, *, drops: bool = False) -> int:
@@ -75,3 +75,23 @@ def test_prefill_chunk_smaller_than_a_block_stays() -> None:
     assert split_at_blocks(request, 0, 32, size=80, largest=32, drops=False) == 32
     assert split_at_blocks(request, 64, 32, size=80, largest=32, drops=False) == 16  # to the end of the block
     assert split_at_blocks(request, 0, 32, size=80, largest=80, drops=False) == 0
+
+
+@pytest.mark.parametrize(
+    ("computed", "asked", "given"),
+    [
+        (0, 64, 20),  # to a branch point
+        (20, 64, 12),  # to the end of the block
+        (32, 64, 62),  # to the last resume point
+        (80, 20, 14),
+        (94, 6, 2),  # to the last block boundary
+        (96, 4, 4),
+        (100, 1, 1),  # decodes
+        (0, 10, 0),  # waits for a whole block
+    ],
+)
+def test_prefill_chunk_ends_at_resume_points_inside_blocks(computed: int, asked: int, given: int) -> None:
+    request = Request("a", range(100))
+    at_blocks = partial(split_at_blocks, size=16, largest=64, drops=False)
+    split = partial(split_at_resume_points, points=lambda _: [20, 94], other=at_blocks)
+    assert split(request, computed, asked) == given

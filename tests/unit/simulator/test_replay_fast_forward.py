@@ -138,6 +138,20 @@ def test_fast_forward_with_preemption_and_eviction_is_exact(name: str, layout: s
         assert any(group.evictions for group in report.groups)
 
 
+@pytest.mark.parametrize("eviction", ["lru", "hazard"])
+@pytest.mark.parametrize("holds", [8, 1.2])
+def test_fast_forward_with_hits_inside_blocks_is_exact(eviction: str, holds: float) -> None:
+    source = Workload("chat", seed=1, limit=12, hours=0.01, rate=10)
+    plan = tight("qwen3.5-35b-a3b", source, "reference", holds)
+    report, singles = compared(source, plan, eviction=eviction, prefix_match_unit=32)
+    assert singles < report.steps
+    if holds == 8:
+        at_blocks, _ = compared(source, plan, eviction=eviction)
+        assert report.hit_tokens > at_blocks.hit_tokens
+    else:
+        assert any(group.evictions for group in report.groups)
+
+
 def test_fast_forward_with_few_running_requests_is_exact() -> None:
     source = Workload("chat", seed=1, limit=12, hours=0.005, rate=40)
     report, singles = compared(source, tight("llama-3-8b", source, "natural", 8), max_running=3)
