@@ -38,10 +38,20 @@ def cache_of(
 
 
 def chunk_end(cache: KVCacheManager, request: Request, start: int, most: int) -> int:
-    """Where a chunk of a scheduler ends: at block boundaries and resume points."""
+    """Where a chunk ends, as the scheduler ends it: at block boundaries and resume points."""
+    end = min(start + most, request.num_tokens)
     split = split_of(cache, LIMITS, None)
     assert split is not None
-    return start + split(request, start, min(most, request.num_tokens - start))
+    chosen = start + split(request, start, end - start)
+    last = max(request.num_prompt_tokens, request.num_tokens - 1)
+    if start >= last:
+        return chosen
+    if end < last and end // BLOCK * BLOCK > start:
+        end = end // BLOCK * BLOCK
+    stops = {(start // BLOCK + 1) * BLOCK if start % BLOCK else 0, (request.num_tokens - 1) // BLOCK * BLOCK}
+    stops.update((*cache.bounds.resume_points(request), request.branch_tokens // BLOCK * BLOCK))
+    assert chosen == min((one for one in stops if start < one < end), default=end)
+    return chosen
 
 
 @dataclass

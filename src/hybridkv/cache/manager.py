@@ -68,7 +68,7 @@ class CacheBounds:
         keeps_checkpoints: Some group keeps states at the checkpoint positions of the placement.
         state_alignment: Tokens between positions where all groups can keep states that are shared without a copy; 0 if
             no group does.
-        hits_inside_blocks: States are also copied at ``resume_points`` where chunks end (``CacheOptions.hit_unit``).
+        hits_inside_blocks: Hits may end inside blocks (``CacheOptions.hit_unit``), so chunks end at ``resume_points``.
         evicts_in_order: Blocks of one size are evicted in the order of their last use, so ``Miss.more_bytes`` is a
             bound.
         refuse_stranger: Raises ConfigError or CacheError for a request that this cache cannot serve; see ``Residents``.

@@ -18,6 +18,8 @@ multiples of the block of states:
     tokens  [ ... | block B | ... | block B | rest ]          a chunk ends at a multiple of B; no chunk
                                             ^ last boundary   crosses the last one before the last prompt token
 
+With ``CacheOptions.hit_unit`` it is also at resume points inside blocks (split_at_resume_points).
+
 In the natural layout (split_at_checkpoints) it is at checkpoint positions, if the worker cannot write a state inside a
 chunk. In both layouts (split_at_items) no chunk ends inside an image whose tokens attend in both directions.
 

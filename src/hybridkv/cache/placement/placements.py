@@ -194,13 +194,13 @@ class BoundaryPlacement:
 
 @dataclass(frozen=True, slots=True)
 class BranchPlacement:
-    """Says where resume points of full attention are: at multiples of B in the prompt, before branch points and marks.
+    """Says where resume points of full attention are: at the last multiples of B before branch points and marks.
 
         prompt   [ .... : ...... branch ... : rest ]   output [ .... : rest ]
                         ^ shared with others                         ^ the end
 
     Every block of a kept prefix can end a hit, so the resume point at the end of the request also serves its prompt
-    again. One at the end of the prompt costs time and found no more tokens (docs/design/0033).
+    again. One at the end of the prompt costs time; whole streams find as many tokens without (docs/design/0033).
 
     Attributes:
         tokens: B, the tokens of which every hit is a multiple.
