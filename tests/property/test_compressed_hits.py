@@ -577,7 +577,8 @@ def test_load_that_came_in_part_resumes_at_a_whole_state(arrived: int | None, to
 
 def test_hit_unit_divides_no_state() -> None:
     specs = (rate_spec(8, 4), state_spec(8))
-    with pytest.raises(ConfigError, match=r"2 ends inside a state of 4 tokens \(tokens_per_state\)"):
+    message = r"hit_unit \(--prefix-match-unit\) 2 ends inside a state of 4 tokens \(tokens_per_state\)"
+    with pytest.raises(ConfigError, match=message):
         KVCacheManager(model_config(12, specs), 64, options=CacheOptions(hit_unit=2))
     KVCacheManager(model_config(12, specs), 64, options=CacheOptions(hit_unit=4))
 

@@ -45,6 +45,7 @@ def chunk_end(cache: KVCacheManager, request: Request, start: int, most: int) ->
     chosen = start + split(request, start, end - start)
     last = max(request.num_prompt_tokens, request.num_tokens - 1)
     if start >= last:
+        assert chosen == start + 1
         return chosen
     if end < last and end // BLOCK * BLOCK > start:
         end = end // BLOCK * BLOCK

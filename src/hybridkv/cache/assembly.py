@@ -30,14 +30,7 @@ from hybridkv.cache.index import MOST_PROMPT_ENDS
 from hybridkv.cache.journal import EventQueue, Journal
 from hybridkv.cache.lookup import PrefixLookup
 from hybridkv.cache.options import DEFAULT_OPTIONS, CacheOptions
-from hybridkv.cache.placement import (
-    DEFAULT_PLACEMENT,
-    BoundaryPlacement,
-    BranchPlacement,
-    NoStates,
-    Placement,
-    placement_of,
-)
+from hybridkv.cache.placement import DEFAULT_PLACEMENT, BoundaryPlacement, NoStates, Placement, placement_of
 from hybridkv.cache.plan import SlotPlanner
 from hybridkv.cache.policies import (
     AlignedStatePolicy,
@@ -283,10 +276,8 @@ class ReferenceLayout:
         """
         if not self.ranks:
             return NoStates()
-        if not lacks_hits:
-            return BranchPlacement(self.boundary(kinds))
         states = any(kind.publishes and kind.keeps_state for kind in kinds)
-        return BoundaryPlacement(self.boundary(kinds), at_chunk_ends=states)
+        return BoundaryPlacement(self.boundary(kinds), at_prompt_ends=lacks_hits, at_chunk_ends=states)
 
     def publishes(self, spec: KVCacheSpec) -> bool:
         """Return whether blocks of ``spec`` can be hit: tokens, and states if their spec keeps them."""

@@ -13,7 +13,6 @@ from hybridkv.cache.placement import (
     DEFAULT_PLACEMENT,
     AlignPlacement,
     BoundaryPlacement,
-    BranchPlacement,
     EndsPlacement,
     IntervalPlacement,
     NoStates,
@@ -33,8 +32,8 @@ ALL = (
     AlignPlacement(4),
     IntervalPlacement(7),
     EndsPlacement(),
-    BoundaryPlacement(4, at_chunk_ends=True),
-    BranchPlacement(4),
+    BoundaryPlacement(4, at_prompt_ends=True, at_chunk_ends=True),
+    BoundaryPlacement(4, at_prompt_ends=False, at_chunk_ends=False),
 )
 
 placements = st.one_of(
@@ -42,8 +41,7 @@ placements = st.one_of(
     st.builds(AlignPlacement, st.integers(1, 40)),
     st.builds(IntervalPlacement, st.integers(1, 40)),
     st.just(EndsPlacement()),
-    st.builds(BoundaryPlacement, st.integers(1, 40), at_chunk_ends=st.booleans()),
-    st.builds(BranchPlacement, st.integers(1, 40)),
+    st.builds(BoundaryPlacement, st.integers(1, 40), at_prompt_ends=st.booleans(), at_chunk_ends=st.booleans()),
 )
 
 
@@ -75,13 +73,10 @@ def kept(placement: Placement, of: Request, tokens: int, end: int) -> bool:
         case IntervalPlacement(size):
             return marked or tokens % size == 0
         case BoundaryPlacement(size):
-            own = [prompt - 1, of.branch_tokens, *of.marks]
+            own = [*[prompt - 1] * placement.at_prompt_ends, of.branch_tokens, *of.marks]
             ends = [*own, end] if placement.at_chunk_ends else own
             inside = tokens <= prompt or placement.at_chunk_ends
             return inside and tokens % size == 0 and any(0 <= e - tokens < size for e in ends)
-        case BranchPlacement(size):
-            own = [of.branch_tokens, *of.marks]
-            return tokens <= prompt and tokens % size == 0 and any(0 <= e - tokens < size for e in own)
         case _:
             return marked or tokens == prompt - 1 or tokens == of.branch_tokens
 
@@ -180,7 +175,7 @@ def test_placement_name_is_parsed(name: str, placement: Placement) -> None:
 
 def test_placement_default_is_ends() -> None:
     assert DEFAULT_PLACEMENT.name == "ends"
-    assert [one.name for one in ALL] == ["none", "align:4", "interval:7", "ends", "boundaries", "branches"]
+    assert [one.name for one in ALL] == ["none", "align:4", "interval:7", "ends", "boundaries", "boundaries"]
 
 
 @pytest.mark.parametrize(

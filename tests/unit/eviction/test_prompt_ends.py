@@ -94,8 +94,12 @@ def test_full_attention_hits_the_longest_common_prefix() -> None:
 
 
 def test_prompts_asked_often_outlive_outputs_asked_once() -> None:
-    served = Served(FULL)
-    for number in range(20):
+    served, once = Served(FULL), [range(200 + 30 * number, 230 + 30 * number) for number in range(30)]
+    for prompt in once[:20]:
         served.serve(PROMPT)
-        served.serve([*range(200 + 30 * number, 230 + 30 * number)])
+        served.serve(prompt)
+    for prompt in once[20:]:  # they fill the memory twice
+        served.serve(prompt)
+    assert served.cache.block_pool.keys.evictions > 0
+    assert served.serve(once[20]) == 0
     assert served.serve(PROMPT) == 28

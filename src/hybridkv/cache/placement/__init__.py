@@ -4,7 +4,6 @@ from hybridkv.cache.placement.named import DEFAULT_PLACEMENT, placement_named, p
 from hybridkv.cache.placement.placements import (
     AlignPlacement,
     BoundaryPlacement,
-    BranchPlacement,
     EndsPlacement,
     IntervalPlacement,
     NoStates,
@@ -15,7 +14,6 @@ __all__ = [
     "DEFAULT_PLACEMENT",
     "AlignPlacement",
     "BoundaryPlacement",
-    "BranchPlacement",
     "EndsPlacement",
     "IntervalPlacement",
     "NoStates",

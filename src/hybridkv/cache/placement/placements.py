@@ -153,14 +153,17 @@ class BoundaryPlacement:
     Its states are columns of the rows, saved where chunks end; nothing is copied. So these positions only say which
     prefixes are valued. They are the last multiples before the prompt's last token, branch points and marks. With
     states, each chunk's last multiple is one too, also in the output, whose earlier states the row drops. A position
-    without a saved state is ignored.
+    without a saved state is ignored. With full attention alone, every block of a kept prefix can end a hit. So the
+    resume point at the end of the request also serves its prompt again, which needs none (docs/design/0033).
 
     Attributes:
         tokens: B, the tokens of which every hit is a multiple.
+        at_prompt_ends: Whether some boundaries of a cached prefix end no hit, so that the end of its prompt is needed.
         at_chunk_ends: Whether states are saved, so that hits can end where chunks ended, and nowhere between.
     """
 
     tokens: int
+    at_prompt_ends: bool
     at_chunk_ends: bool
     name: str = "boundaries"
     keeps_states: bool = True
@@ -168,7 +171,8 @@ class BoundaryPlacement:
 
     def checkpoints(self, request: Request, start: int, end: int) -> tuple[int, ...]:
         """Return these positions. O(marks)."""
-        asked = (*_own(request), end) if self.at_chunk_ends else _own(request)
+        own = self._own(request)
+        asked = (*own, end) if self.at_chunk_ends else own
         last = end if self.at_chunk_ends else min(end, request.num_prompt_tokens)
         return tuple(sorted({one for one in map(self._boundary, asked) if start < one <= last}))
 
@@ -176,7 +180,7 @@ class BoundaryPlacement:
         """Return the next multiple with states, else the next position in the prompt. O(marks)."""
         if self.at_chunk_ends:
             return (after // self.tokens + 1) * self.tokens
-        own, prompt = map(self._boundary, _own(request)), request.num_prompt_tokens
+        own, prompt = map(self._boundary, self._own(request)), request.num_prompt_tokens
         return min((one for one in own if after < one <= prompt), default=NEVER)
 
     @property
@@ -184,53 +188,14 @@ class BoundaryPlacement:
         """B."""
         return self.tokens
 
+    def _own(self, request: Request) -> tuple[int, ...]:
+        return _own(request) if self.at_prompt_ends else (request.branch_tokens, *request.marks)
+
     def _boundary(self, tokens: int) -> int:
         return tokens // self.tokens * self.tokens
 
     def is_supersedable(self, request: Request, tokens: int) -> bool:  # noqa: ARG002 - a method of Placement
         """Return False: the ranking learns which resume points are passed."""
-        return False
-
-
-@dataclass(frozen=True, slots=True)
-class BranchPlacement:
-    """Says where resume points of full attention are: at the last multiples of B before branch points and marks.
-
-        prompt   [ .... : ...... branch ... : rest ]   output [ .... : rest ]
-                        ^ shared with others                         ^ the end
-
-    Every block of a kept prefix can end a hit, so the resume point at the end of the request also serves its prompt
-    again. One at the end of the prompt costs time; whole streams find as many tokens without (docs/design/0033).
-
-    Attributes:
-        tokens: B, the tokens of which every hit is a multiple.
-    """
-
-    tokens: int
-    name: str = "branches"
-    keeps_states: bool = True
-    keeps_final_state: bool = True
-
-    def checkpoints(self, request: Request, start: int, end: int) -> tuple[int, ...]:
-        """Return these positions. O(marks)."""
-        last = min(end, request.num_prompt_tokens)
-        return tuple(one for one in self._in_order(request) if start < one <= last)
-
-    def next_checkpoint(self, request: Request, after: int) -> int:
-        """Return the next of them. O(marks)."""
-        prompt = request.num_prompt_tokens
-        return next((one for one in self._in_order(request) if after < one <= prompt), NEVER)
-
-    @property
-    def alignment(self) -> int:
-        """B."""
-        return self.tokens
-
-    def _in_order(self, request: Request) -> list[int]:
-        return sorted({one // self.tokens * self.tokens for one in (request.branch_tokens, *request.marks)})
-
-    def is_supersedable(self, request: Request, tokens: int) -> bool:  # noqa: ARG002 - the ranking learns it, as above
-        """Return False: other requests share branch points."""
         return False
 
 
