@@ -287,8 +287,8 @@ def test_resume_points_have_the_kind_of_the_end_that_they_stand_for(copied: int 
     request.branch_tokens = 14
     assert cache.bounds.resume_points(request) == ends
     places = HitEnds(UNIT, BLOCK, BLOCK if copied is None else copied)
-    kinds = [kind_of(request, tokens, places, ended=False) for tokens in (*ends, 32)]
-    assert kinds == [Kind.BRANCH, Kind.PROMPT, Kind.GRID]
+    kinds = [kind_of(request, tokens, places, ended=False) for tokens in (*ends, 32, 24)]
+    assert kinds == [Kind.BRANCH, Kind.PROMPT, Kind.BOUNDARY, Kind.GRID]
 
 
 def test_marks_end_hits_in_the_prompt_only() -> None:

@@ -19,6 +19,7 @@ Each resume point has a kind:
 
 PROMPT    before the last token of a prompt          BRANCH    where requests diverged, or a resume mark
 OUTPUT    after the output of a request              GRID      any other checkpoint position of a placement
+BOUNDARY  the last block boundary of a prompt, if hits may also end inside the block after it
 
 and a hint (docs/design/0026):
 
@@ -68,6 +69,7 @@ class Kind(IntEnum):
     OUTPUT = 1
     BRANCH = 2
     GRID = 3
+    BOUNDARY = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -184,7 +186,9 @@ def kind_of(request: Request, tokens: int, ends: HitEnds, *, ended: bool) -> Kin
         return Kind.BRANCH
     if request.marks and any(tokens == ends.last(one) for one in request.marks):
         return Kind.BRANCH
-    return Kind.PROMPT if tokens == last or tokens == ends.last(last) else Kind.GRID
+    if tokens == last or tokens == ends.last(last):
+        return Kind.PROMPT
+    return Kind.BOUNDARY if ends.block_size and tokens == last - last % ends.block_size else Kind.GRID
 
 
 def hint_of(request: Request, tokens: int) -> int:
