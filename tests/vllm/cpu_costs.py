@@ -1,6 +1,7 @@
 """Processor time of vLLM's scheduler and ours without forwards: of short requests, busy servers, and evictions.
 
     python tests/vllm/cpu_costs.py [--models llama gemma3] [--rows 1 8] [--outputs 1 32] [--running 64] [--loads 20]
+                                    [--cold 40]
 
 Requests of 430 tokens, of which other requests had the first 400, ask for ``outputs`` tokens, ``rows`` in each step.
 The memory is full, so each evicts something. The schedulers take turns. Prints microseconds of a request from its
@@ -8,6 +9,9 @@ construction, which hashes its blocks, to its last output, the median of 200 rou
 request, which do not depend on the machine. Then ``running`` requests decode, and in each step one ends and another one
 is admitted: microseconds of a step. Last ``hazard`` and ``lru`` run loads of pressure_duel in the reference
 layout, in turns: the median over the loads of what a step takes, one divided by the other. See docs/design/0036.
+
+With ``--cold``, so many MiB are written before each call of a scheduler. Then the processor's caches hold none of its
+code and data, as after a forward pass.
 """
 
 import argparse
@@ -21,6 +25,7 @@ from random import Random
 from statistics import median
 from typing import Any
 
+import numpy as np
 from generate_duel import Match, say
 from pressure_duel import MODELS, NATURAL, Load, core_of
 from pressure_duel import Side as Pressed
@@ -38,6 +43,8 @@ PROMPT, STEPS = 40, 400
 
 class Side:
     """A scheduler, with ``rows`` requests of ``outputs`` tokens in each step. took: us of a request, by round."""
+
+    written = np.zeros(0)
 
     def __init__(self, kind: Any, core: Any, rows: int, outputs: int, eviction: str = "") -> None:  # noqa: ANN401 - of vLLM
         core.scheduler.vllm_config.additional_config = {"hybridkv": {"eviction": eviction}} if eviction else {}
@@ -57,11 +64,13 @@ class Side:
             self.scheduler.add_request(self._request(prompt, self.outputs))
         spent = time.thread_time() - began
         while self.scheduler.requests:
+            Side.written += 1
             began = time.thread_time()
             output = self.scheduler.schedule()
             spent += time.thread_time() - began
             ends = [not self.scheduler.requests[name].is_prefill_chunk for name in output.num_scheduled_tokens]
             answer = answer_to(output, [[7] if one else [] for one in ends])
+            Side.written += 1
             began = time.thread_time()
             self.scheduler.update_from_output(output, answer)
             spent += time.thread_time() - began
@@ -83,6 +92,7 @@ class Side:
 
     def step(self) -> None:
         """Run a step, and add a request for each that ends."""
+        Side.written += 1
         began = time.thread_time()
         output = self.scheduler.schedule()
         spent = time.thread_time() - began
@@ -90,6 +100,7 @@ class Side:
         answer = answer_to(
             output, [[] if requests[name].is_prefill_chunk else [7] for name in output.num_scheduled_tokens]
         )
+        Side.written += 1
         began = time.thread_time()
         came = self.scheduler.update_from_output(output, answer)
         self.took.append(1e6 * (spent + time.thread_time() - began))
@@ -201,11 +212,13 @@ def evictions_of(match: Match, loads: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["llama", "granite_hybrid"])
-    parser.add_argument("--rows", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--rows", nargs="*", type=int, default=[1, 8])
     parser.add_argument("--outputs", nargs="*", type=int, default=[1])
     parser.add_argument("--running", nargs="*", type=int, default=[64])
     parser.add_argument("--loads", type=int, default=20)
+    parser.add_argument("--cold", type=int, default=0, metavar="MIB")
     asked = parser.parse_args()
+    Side.written = np.zeros(asked.cold << 17)  # of 8 bytes
     say("| model | in a step | output tokens | scheduler | us | of stock | calls |\n|---|--:|--:|---|--:|--:|--:|")
     for match in (match for match in MODELS if match.name in asked.models):
         for rows, outputs in product(asked.rows, asked.outputs):
