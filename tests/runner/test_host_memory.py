@@ -2,11 +2,14 @@
 
 import random
 from collections.abc import Sequence
+from functools import partial
+from itertools import count
 
 import pytest
 from listening import sound
 from runner_support import REPRESENTATIVE, generated, greedy, loaded_model
 
+from hybridkv.cache import CacheOptions
 from hybridkv.errors import CapacityError, ConfigError
 from hybridkv.planner import Plan
 from hybridkv.runner import TINY_ENCODER_DECODERS, Engine, EngineOptions, LoadedModel, Stored, plan_for
@@ -43,6 +46,14 @@ def outputs(
         return made, engine.scheduler.prompt_tokens_found[1], tier
 
 
+@pytest.fixture
+def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the clock of the cache tick a second at each read, so that loads pay however busy the machine is."""
+    ticks = partial(next, count(0.0, 1.0))
+    monkeypatch.setattr("hybridkv.runner.engine.CacheOptions", partial(CacheOptions, clock=ticks))
+
+
+@pytest.mark.usefixtures("slow_steps")
 @pytest.mark.parametrize("name", REPRESENTATIVE)
 @pytest.mark.parametrize("in_flight", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_engine_with_host_memory_gives_the_same_tokens(name: str, in_flight: int) -> None:
