@@ -51,7 +51,7 @@ def soon(users: AbstractSet[int], left: Collection[int]) -> float:
 
 
 def often(users: AbstractSet[int], left: Collection[int]) -> float:  # noqa: ARG001 - the signature of a worth
-    """Return how many more than one ``users`` are."""
+    """Return the uses of a point after the first one, which computes its tokens."""
     return max(0, len(users) - 1)
 
 

@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from itertools import product
 from random import Random
 from statistics import median
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -39,12 +40,20 @@ from hybridkv.vllm.scheduler import NaturalScheduler, Scheduler
 SHARED, OWN, WARM, ROUNDS, COUNTED = 400, 30, 60, 200, 20
 PROMPT, STEPS = 40, 400
 """Of the requests of a busy server: tokens of a prompt, and steps that are measured after a quarter as many."""
+written = np.zeros(0)
+"""The memory of ``--cold``."""
+
+
+def timed(call: Any, *given: object) -> tuple[Any, float]:  # noqa: ANN401 - a method of a scheduler
+    """Return the result of ``call`` and its processor seconds. The memory of ``--cold`` is written first."""
+    np.add(written, 1, out=written)
+    began = time.thread_time()
+    result = call(*given)
+    return result, time.thread_time() - began
 
 
 class Side:
     """A scheduler, with ``rows`` requests of ``outputs`` tokens in each step. took: us of a request, by round."""
-
-    written = np.zeros(0)
 
     def __init__(self, kind: Any, core: Any, rows: int, outputs: int, eviction: str = "") -> None:  # noqa: ANN401 - of vLLM
         core.scheduler.vllm_config.additional_config = {"hybridkv": {"eviction": eviction}} if eviction else {}
@@ -64,16 +73,11 @@ class Side:
             self.scheduler.add_request(self._request(prompt, self.outputs))
         spent = time.thread_time() - began
         while self.scheduler.requests:
-            Side.written += 1
-            began = time.thread_time()
-            output = self.scheduler.schedule()
-            spent += time.thread_time() - began
+            output, took = timed(self.scheduler.schedule)
+            spent += took
             ends = [not self.scheduler.requests[name].is_prefill_chunk for name in output.num_scheduled_tokens]
             answer = answer_to(output, [[7] if one else [] for one in ends])
-            Side.written += 1
-            began = time.thread_time()
-            self.scheduler.update_from_output(output, answer)
-            spent += time.thread_time() - began
+            spent += timed(self.scheduler.update_from_output, output, answer)[1]
         self.took.append(1e6 * spent / self.rows)
 
     def _request(self, prompt: list[int], outputs: int) -> Request:
@@ -92,18 +96,13 @@ class Side:
 
     def step(self) -> None:
         """Run a step, and add a request for each that ends."""
-        Side.written += 1
-        began = time.thread_time()
-        output = self.scheduler.schedule()
-        spent = time.thread_time() - began
+        output, spent = timed(self.scheduler.schedule)
         requests = self.scheduler.requests
         answer = answer_to(
             output, [[] if requests[name].is_prefill_chunk else [7] for name in output.num_scheduled_tokens]
         )
-        Side.written += 1
-        began = time.thread_time()
-        came = self.scheduler.update_from_output(output, answer)
-        self.took.append(1e6 * (spent + time.thread_time() - began))
+        came, took = timed(self.scheduler.update_from_output, output, answer)
+        self.took.append(1e6 * (spent + took))
         for one in (one for outputs in came.values() for one in outputs.outputs):
             if one.finish_reason is not None:
                 self._add(self.rows)
@@ -112,9 +111,9 @@ class Side:
         """Return the calls of a request, those of this file included."""
         seen = 0
 
-        def count(frame: object, event: str, argument: object) -> None:  # noqa: ARG001 - as sys.setprofile calls it
+        def count(frame: FrameType, event: str, argument: object) -> None:  # noqa: ARG001 - as sys.setprofile calls it
             nonlocal seen
-            seen += event in {"call", "c_call"}
+            seen += event == "c_call" or (event == "call" and frame.f_code is not timed.__code__)
 
         for _ in range(COUNTED):
             prompts = self.prompts()
@@ -177,19 +176,17 @@ def step_of(core: Any, load: Load, memory: tuple[int, int], eviction: str) -> fl
     core.scheduler.vllm_config.additional_config = {"hybridkv": {"eviction": eviction}}
     side, spent = Pressed(Scheduler, core, load, *memory), 0.0
 
-    def timed(call: Any) -> Any:  # noqa: ANN401 - a method of the scheduler
+    def counted(call: Any) -> Any:  # noqa: ANN401 - a method of the scheduler
         def run(*given: object) -> object:
             nonlocal spent
-            began = time.thread_time()
-            try:
-                return call(*given)
-            finally:
-                spent += time.thread_time() - began
+            result, took = timed(call, *given)
+            spent += took
+            return result
 
         return run
 
     for name in ("schedule", "update_from_output"):
-        setattr(side.scheduler, name, timed(getattr(side.scheduler, name)))
+        setattr(side.scheduler, name, counted(getattr(side.scheduler, name)))
     steps = side.play().steps
     return spent / steps
 
@@ -218,7 +215,7 @@ def main() -> None:
     parser.add_argument("--loads", type=int, default=20)
     parser.add_argument("--cold", type=int, default=0, metavar="MIB")
     asked = parser.parse_args()
-    Side.written = np.zeros(asked.cold << 17)  # of 8 bytes
+    written.resize(asked.cold << 17, refcheck=False)  # of 8 bytes
     say("| model | in a step | output tokens | scheduler | us | of stock | calls |\n|---|--:|--:|---|--:|--:|--:|")
     for match in (match for match in MODELS if match.name in asked.models):
         for rows, outputs in product(asked.rows, asked.outputs):
