@@ -331,16 +331,17 @@ class RequestRows:
     def synchronise_one(self, row: int, num_tokens: int, num_computed: int, in_flight: int) -> None:
         """Set the counts of one row, without arrays of one element."""
         known: int = self.each_num_tokens[row]
-        if num_tokens != known:
-            if (
-                num_tokens < known
-                or not self.lent[row]
-                or num_tokens // self.hash_block_size != known // self.hash_block_size
-            ):
-                one, counts = np.array([row]), (num_tokens, num_computed, in_flight)
-                self.synchronise(one, *(np.array([count], np.int64) for count in counts))
-                return
-            self.each_num_tokens[row] = num_tokens
+        if num_tokens < known or in_flight > num_computed or (num_tokens > known and not self.lent[row]):
+            one, counts = np.array([row]), (num_tokens, num_computed, in_flight)
+            self.synchronise(one, *(np.array([count], np.int64) for count in counts))  # raises ConfigError
+            return
+        self.each_num_tokens[row] = num_tokens
+        if num_tokens // self.hash_block_size != known // self.hash_block_size:
+            try:
+                self.owner(row).hash_lent()
+            except (HashError, ConfigError):
+                self.each_num_tokens[row] = known
+                raise
         self.each_num_computed[row], self.each_in_flight[row] = num_computed, in_flight
 
     def _fill_one(self, row: int, token: int) -> None:

@@ -10,7 +10,7 @@ counts the holders. All columns are flat arrays indexed by block (docs/design/00
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Final
 
@@ -364,6 +364,13 @@ class BlockKeys:
         now: Bool = self._step[ids] == step
         self._step[ids[now]] = WRITTEN
         return now
+
+    def mark_few_written(self, blocks: Iterable[int], step: int) -> None:
+        """Note that ``step`` wrote ``blocks``, one by one."""
+        each = self._each_step
+        for block in blocks:
+            if each[block] == step:
+                each[block] = WRITTEN
 
     def unwritten(self, ids: Int32, first_step: int) -> Int32:
         """Return the blocks of ``ids`` that wait for step ``first_step`` or a later one, int32."""

@@ -34,6 +34,7 @@ from hybridkv.cache.journal import BlockStored, Medium, ResumePointStored, publi
 from hybridkv.cache.keys import WRITTEN
 from hybridkv.cache.policies import NEVER, UNPUBLISHED, GroupPlan
 from hybridkv.cache.pool import BlockPool
+from hybridkv.cache.spaces.one_size import FEW
 from hybridkv.errors import CacheError
 from hybridkv.request import Request
 from hybridkv.request_rows import RequestRows, grown
@@ -278,7 +279,7 @@ class Publisher:
         else:
             self._pool.publish(group.number, (block,), (request.hashes[column * group.hashes_per_block - 1],), step)
         if step != WRITTEN:
-            self.record(np.array([block], np.int32), [], step)
+            self._ones[step].append(block)
         if self.wants_resume_points:
             self.record_resume_point(group, request, tokens, step)
 
@@ -417,7 +418,7 @@ class Publisher:
         if not self._pool.publish_partial(group.number, block, parent, tokens_inside, step):
             return
         if step != WRITTEN:
-            self.record(np.array([block], np.int32), [], step)
+            self._ones[step].append(block)
         if self.wants_resume_points:
             self.record_resume_point(group, request, end, step)
 
@@ -450,7 +451,10 @@ class Publisher:
             for run in runs:
                 self._events.put(_stored(run, run.first, run.first + len(run.ids), self._events.medium))
             return
-        self._ids[step].append(ids)
+        if len(ids) <= FEW:
+            self._ones[step].extend(ids.tolist())
+        else:
+            self._ids[step].append(ids)
         self._runs[step] += runs
 
     def record_resume_point(self, group: CacheGroup, request: Request, tokens: int, step: int) -> None:
@@ -503,13 +507,13 @@ class Publisher:
         """
         if step not in self._ids:
             raise CacheError(f"step {step} is not in flight")
-        ids = self._published(step)
-        runs = self._runs.pop(step)
-        del self._ids[step], self._ones[step]
-        for run in runs:
+        ids, ones = self._ids.pop(step), self._ones.pop(step)
+        for run in self._runs.pop(step):
             self._mark_run_written(run, step)
         if ids:
             self._pool.keys.mark_written(np.concatenate(ids), step)
+        if ones:
+            self._pool.keys.mark_few_written(ones, step)
         for end in self._stored_resume_points.pop(step, ()) if self._stored_resume_points else ():
             self._report_resume_point(end)
 

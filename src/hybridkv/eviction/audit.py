@@ -40,6 +40,8 @@ def check_points(kept: RankedResumePoints) -> Iterator[str]:
     for block in np.flatnonzero(cached & (unneeded != (needs.counts == 0))).tolist():
         count = needs.counts[block]
         yield f"cached block {block} is unneeded: {bool(unneeded[block])}, but {count} resume points need it"
+    if needs.num_watched != (watched := int(np.count_nonzero(needs._watchers))):
+        yield f"{watched} blocks have a watcher, not {needs.num_watched}"
     if needs.weights.of != needs.charged():
         yield f"tenants are charged {needs.weights.of} bytes, not {needs.charged()}"
     yield from kept._rankings.check(Counter(point.tenant for point in points if point.ranked))

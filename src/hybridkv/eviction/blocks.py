@@ -76,6 +76,7 @@ class PointBlocks:
         owners: block -> the resume points that list it as their own.
         counts: Resume points that need each block, int32[blocks].
         payers: The tenant that is charged for each block, int32[blocks]; empty for a single tenant.
+        num_watched: Blocks with a watcher; mostly none.
         weights: Bytes that each tenant is charged.
     """
 
@@ -95,6 +96,7 @@ class PointBlocks:
         self._first_place = np.zeros(pool.num_blocks, np.int32)  # scratch memory of _mark_unneeded
         self._watchers = np.zeros(pool.num_blocks, np.int64)
         self._other_watchers: dict[int, set[int]] = {}
+        self.num_watched = 0
         self.weights = Weights(tenants)
         self.payers = np.zeros(pool.num_blocks if tenants > 1 else 0, np.int32)
         self._pool = pool
@@ -189,14 +191,20 @@ class PointBlocks:
         ids = np.concatenate((np.array(point.own, np.int64), self._more_blocks(point)))
         before = self._watchers[ids]
         self._watchers[ids] = point.serial
-        for place in before.nonzero()[0].tolist():
+        others = before.nonzero()[0].tolist()
+        self.num_watched += len(ids) - len(others)
+        for place in others:
             self._other_watchers.setdefault(ids.item(place), set()).add(before.item(place))
 
     def _watchers_of(self, ids: Int64) -> set[int]:
         """Return the serials of the resume points that watch one of ``ids``, which watch them no longer."""
-        found, others = set[int](self._watchers[ids].tolist()), self._other_watchers
-        found.discard(0)  # no point
+        if not self.num_watched:
+            return set()
+        serials, others = self._watchers[ids], self._other_watchers
+        self.num_watched -= int(np.count_nonzero(serials))
         self._watchers[ids] = 0
+        found = set[int](serials.tolist())
+        found.discard(0)  # no point
         return found.union(*(others.pop(block, ()) for block in ids.tolist())) if others else found
 
     def _all_held(self, own: Sequence[int], more: Int64) -> bool:
@@ -280,7 +288,8 @@ class PointBlocks:
         if segment is None or window is None:
             point.segment, point.parent, point.own = [], None, []
             return None
-        self._add(np.concatenate((segment, np.array(window + own, np.int64))), point.tenant)
+        more = window + own
+        self._add(np.concatenate((segment, np.array(more, np.int64))) if more else segment, point.tenant)
         self._remember(point, segment)
         for block in own:
             self.owners.setdefault(block, []).append(point)
@@ -435,7 +444,9 @@ class PointBlocks:
         self._segments.clear()
         self.counts[targets] = self.counts[sources]
         self.counts[sources] = 0
+        self.num_watched -= int(np.count_nonzero(self._watchers[targets]))
         self._watchers[targets] = self._watchers[sources]
+        self._watchers[sources] = 0
         self._other_watchers = {moved.get(block, block): serials for block, serials in self._other_watchers.items()}
         if self.payers.size:
             self.payers[targets] = self.payers[sources]
@@ -455,6 +466,7 @@ class PointBlocks:
         self._segments.clear()
         self.counts.fill(0)
         self._watchers.fill(0)
+        self.num_watched = 0
         self._other_watchers.clear()
         self.weights.replace([0] * len(self.weights.of))
 
@@ -502,9 +514,15 @@ class PointBlocks:
 
     def _add(self, ids: Ids, tenant: int) -> None:
         """Count one more resume point of ``tenant`` for each of ``ids``, which are distinct and have keys."""
-        counts = self.counts[ids]
-        new = ids[counts == 0]
-        self.counts[ids] = counts + 1
+        if len(ids) > _FEW:
+            counts = self.counts[ids]
+            new = ids[counts == 0]
+            self.counts[ids] = counts + 1
+        else:
+            each, blocks = self._each, ids.tolist()
+            new = np.array([block for block in blocks if not each[block]], np.int64)
+            for block in blocks:
+                each[block] += 1
         if new.size:
             if self.payers.size:
                 self._charge(new, tenant)

@@ -249,15 +249,17 @@ class CacheManager:
         step, hit = self._hits.get(request.request_id, _NEVER)
         if hit is not None and step == self._step:
             return hit.tokens
-        return self._longest_hit(request).tokens if self.prefix_cache_lookup_enabled(request) else 0
+        if not self.prefix_cache_lookup_enabled(request):
+            return 0
+        return self._longest_hit(request, self._mirrors.of(request)).tokens
 
     def evicts(self, request: EngineRequest) -> bool:
         """Return whether a waiting request fits only if a resume point is evicted. False with ``lru``."""
         return self._admissions.evicts(request.num_tokens - self.cached_tokens(request))
 
-    def _longest_hit(self, request: EngineRequest) -> Hit:
+    def _longest_hit(self, request: EngineRequest, mine: Request) -> Hit:
         """Return the longest cached prefix of a waiting request. It is remembered until it may have changed."""
-        mine, (_, hit) = self._mirrors.of(request), self._hits.get(request.request_id, _NEVER)
+        _, hit = self._hits.get(request.request_id, _NEVER)
         if hit is None or not self.cache.is_longest_hit(mine, hit):
             hit = self.cache.find_hit(mine)
         self._hits[request.request_id] = self._step, hit
@@ -282,7 +284,7 @@ class CacheManager:
         if not self.prefix_cache_lookup_enabled(request):
             return self.empty_kv_cache_blocks, 0, 0
         mine = self._mirrors.of(request)
-        hit = self._longest_hit(request) if request.request_id in self._hits else self.cache.find_hit(mine)
+        hit = self._longest_hit(request, mine) if request.request_id in self._hits else self.cache.find_hit(mine)
         if self.tier is not None:
             self.looked_up[request.request_id] = mine, hit
         return self._found(mine, hit, max_cache_hit_length)

@@ -107,6 +107,8 @@ class Mirrors:
         if mine is None:
             mine = self._requests[request.request_id] = self._begin(request)
         computed = request.num_computed_tokens
+        if mine.row < 0 and mine.num_computed_tokens == computed:
+            return mine  # it waits
         # a preempted request may have more tokens in flight than it has computed tokens
         self._cache.engine.synchronise_one(mine, computed, min(request.num_in_flight_tokens, computed))
         return mine
