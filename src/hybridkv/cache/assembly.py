@@ -269,15 +269,12 @@ class ReferenceLayout:
         """Whether free blocks are evicted in the order of their last use."""
         return not self.ranks
 
-    def resume_points(self, kinds: Sequence[GroupKind], *, lacks_hits: bool) -> Placement:
-        """Return where resume points of ranked eviction are: at block boundaries that hits may end at.
-
-        ``lacks_hits``: some boundaries of a cached prefix end no hit.
-        """
+    def resume_points(self, kinds: Sequence[GroupKind]) -> Placement:
+        """Return where resume points of ranked eviction are: at block boundaries that hits may end at."""
         if not self.ranks:
             return NoStates()
         states = any(kind.publishes and kind.keeps_state for kind in kinds)
-        return BoundaryPlacement(self.boundary(kinds), at_prompt_ends=lacks_hits, at_chunk_ends=states)
+        return BoundaryPlacement(self.boundary(kinds), at_chunk_ends=states)
 
     def publishes(self, spec: KVCacheSpec) -> bool:
         """Return whether blocks of ``spec`` can be hit: tokens, and states if their spec keeps them."""
@@ -390,7 +387,7 @@ class NaturalLayout:
         """Return whether ``spec`` holds the input of cross attention."""
         return spec.keeps is Keeps.ENCODER
 
-    def resume_points(self, kinds: Sequence[GroupKind], *, lacks_hits: bool) -> Placement:  # noqa: ARG002 - the answer of a layout
+    def resume_points(self, kinds: Sequence[GroupKind]) -> Placement:  # noqa: ARG002 - the answer of a layout
         """Return where resume points are."""
         return self.placement
 
@@ -687,7 +684,7 @@ def assemble(
         groups, pool, shared_in_part=shared_in_part, retention=retention, ends=_hit_ends(options, kinds, whole)
     )
     residents = Residents(groups, publisher, hasher=hasher, hash_block_size=hash_block, journal=journal)
-    placement = layout.resume_points(kinds, lacks_hits=_lacks_hits(groups)) if caching else NoStates()
+    placement = layout.resume_points(kinds) if caching else NoStates()
     copied = [group for group in groups if isinstance(group.policy, FixedPolicy) and group.kind.publishes]
     stateful = copied if caching else []
     eviction_policy: EvictionPolicy = LeastRecentlyUsed(stateful, pool, placement)

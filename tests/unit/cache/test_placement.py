@@ -32,8 +32,8 @@ ALL = (
     AlignPlacement(4),
     IntervalPlacement(7),
     EndsPlacement(),
-    BoundaryPlacement(4, at_prompt_ends=True, at_chunk_ends=True),
-    BoundaryPlacement(4, at_prompt_ends=False, at_chunk_ends=False),
+    BoundaryPlacement(4, at_chunk_ends=True),
+    BoundaryPlacement(4, at_chunk_ends=False),
 )
 
 placements = st.one_of(
@@ -41,7 +41,7 @@ placements = st.one_of(
     st.builds(AlignPlacement, st.integers(1, 40)),
     st.builds(IntervalPlacement, st.integers(1, 40)),
     st.just(EndsPlacement()),
-    st.builds(BoundaryPlacement, st.integers(1, 40), at_prompt_ends=st.booleans(), at_chunk_ends=st.booleans()),
+    st.builds(BoundaryPlacement, st.integers(1, 40), at_chunk_ends=st.booleans()),
 )
 
 
@@ -73,7 +73,7 @@ def kept(placement: Placement, of: Request, tokens: int, end: int) -> bool:
         case IntervalPlacement(size):
             return marked or tokens % size == 0
         case BoundaryPlacement(size):
-            own = [*[prompt - 1] * placement.at_prompt_ends, of.branch_tokens, *of.marks]
+            own = [prompt - 1, of.branch_tokens, *of.marks]
             ends = [*own, end] if placement.at_chunk_ends else own
             inside = tokens <= prompt or placement.at_chunk_ends
             return inside and tokens % size == 0 and any(0 <= e - tokens < size for e in ends)

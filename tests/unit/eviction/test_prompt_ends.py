@@ -1,4 +1,4 @@
-"""Resume points of ranked eviction in the reference layout: at ends of prompts only where a hit needs one."""
+"""Resume points of ranked eviction in the reference layout: ends of prompts and of requests, branches and marks."""
 
 from __future__ import annotations
 
@@ -57,32 +57,25 @@ class Served:
         return {one.kind: one.kept for one in self.cache.statistics().ends if one.kept}
 
 
-def test_full_attention_keeps_the_end_of_a_request_alone() -> None:
-    served = Served(FULL)
-    assert served.serve(PROMPT) == 0
-    assert served.kept() == {"output": 1}
-
-
-@pytest.mark.parametrize("specs", [STATES, WINDOWS, (full_spec(4), chunk_spec(4, 8))])
-def test_layers_that_need_a_prompt_end_keep_it(specs: Sequence[KVCacheSpec]) -> None:
+@pytest.mark.parametrize("specs", [FULL, STATES, WINDOWS, (full_spec(4), chunk_spec(4, 8))])
+def test_ends_of_prompts_and_requests_are_kept(specs: Sequence[KVCacheSpec]) -> None:
     served = Served(specs)
     assert served.serve(PROMPT) == 0
     assert served.kept() == {"prompt": 1, "output": 1}
     assert served.serve(PROMPT) == 28
 
 
-def test_full_attention_hits_its_prompt_again_which_becomes_a_branch_point() -> None:
+def test_full_attention_hits_its_prompt_again_at_its_end() -> None:
     served = Served(FULL)
-    served.serve(PROMPT)
-    assert [served.serve(PROMPT) for _ in range(2)] == [28, 28]
-    assert served.kept() == {"output": 1, "branch": 1}
+    assert [served.serve(PROMPT) for _ in range(3)] == [0, 28, 28]
+    assert served.kept() == {"prompt": 1, "output": 1}
 
 
 def test_full_attention_keeps_marks_of_prompts() -> None:
     served = Served(FULL)
     served.serve(PROMPT, marks=[14, 35])
-    assert served.kept() == {"output": 1, "branch": 1}
-    assert sorted(point.tokens for point in served.points()) == [12, 40]
+    assert served.kept() == {"prompt": 1, "output": 1, "branch": 1}
+    assert sorted(point.tokens for point in served.points()) == [12, 28, 40]
 
 
 def test_full_attention_hits_the_longest_common_prefix() -> None:

@@ -153,17 +153,16 @@ class BoundaryPlacement:
     Its states are columns of the rows, saved where chunks end; nothing is copied. So these positions only say which
     prefixes are valued. They are the last multiples before the prompt's last token, branch points and marks. With
     states, each chunk's last multiple is one too, also in the output, whose earlier states the row drops. A position
-    without a saved state is ignored. With full attention alone, every block of a kept prefix can end a hit. So the
-    resume point at the end of the request also serves its prompt again, which needs none (docs/design/0033).
+    without a saved state is ignored. With full attention alone, every block of a kept prefix can end a hit. The end of
+    the prompt is a position all the same: where outputs are not sent back, nothing ever resumes at ends of requests,
+    and only hits at ends of prompts show their value (docs/design/0033).
 
     Attributes:
         tokens: B, the tokens of which every hit is a multiple.
-        at_prompt_ends: Whether some boundaries of a cached prefix end no hit, so that the end of its prompt is needed.
         at_chunk_ends: Whether states are saved, so that hits can end where chunks ended, and nowhere between.
     """
 
     tokens: int
-    at_prompt_ends: bool
     at_chunk_ends: bool
     name: str = "boundaries"
     keeps_states: bool = True
@@ -171,7 +170,7 @@ class BoundaryPlacement:
 
     def checkpoints(self, request: Request, start: int, end: int) -> tuple[int, ...]:
         """Return these positions. O(marks)."""
-        own = self._own(request)
+        own = _own(request)
         asked = (*own, end) if self.at_chunk_ends else own
         last = end if self.at_chunk_ends else min(end, request.num_prompt_tokens)
         return tuple(sorted({one for one in map(self._boundary, asked) if start < one <= last}))
@@ -180,16 +179,13 @@ class BoundaryPlacement:
         """Return the next multiple with states, else the next position in the prompt. O(marks)."""
         if self.at_chunk_ends:
             return (after // self.tokens + 1) * self.tokens
-        own, prompt = map(self._boundary, self._own(request)), request.num_prompt_tokens
+        own, prompt = map(self._boundary, _own(request)), request.num_prompt_tokens
         return min((one for one in own if after < one <= prompt), default=NEVER)
 
     @property
     def alignment(self) -> int:
         """B."""
         return self.tokens
-
-    def _own(self, request: Request) -> tuple[int, ...]:
-        return _own(request) if self.at_prompt_ends else (request.branch_tokens, *request.marks)
 
     def _boundary(self, tokens: int) -> int:
         return tokens // self.tokens * self.tokens
