@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hybridkv.cache.index import LEAST_KEYS, PrefixIndex
-from hybridkv.cache.keys import BlockKeys
+from hybridkv.cache.keys import WRITTEN, BlockKeys
 
 KEYS = [number.to_bytes(32, "big") for number in range(100_000)]
 
@@ -143,3 +143,16 @@ def test_key_run_stamps_are_checked_before_overflow(monkeypatch: pytest.MonkeyPa
     assert index._find_runs(KEYS[1000:1100], 100) == []
     assert index.keys_in_runs == 89
     assert {run.evictions for run in index._runs.values()} == {blocks.evictions}
+
+
+def test_step_that_ran_marks_no_block_that_a_later_step_writes() -> None:
+    """Block 4 lost its key and got another one while step 1 was in flight."""
+    keys = BlockKeys(10)
+    keys.publish(0, [3, 4, 5, 6], KEYS[:4], step=1)
+    keys.evict_few([4, 6])
+    keys.publish(0, [4, 6], KEYS[4:6], step=2)
+    keys.mark_few_written([3, 4], 1)
+    keys.mark_written(np.array([5, 6], np.int32), 1)
+    assert [keys.step_of(block) for block in (3, 4, 5, 6)] == [WRITTEN, 2, WRITTEN, 2]
+    keys.mark_few_written([4, 6], 2)
+    assert keys.all_written(np.array([3, 4, 5, 6], np.int32))

@@ -239,6 +239,8 @@ def test_lent_tokens_changed_on_the_request_are_rejected() -> None:
     theirs.all_token_ids += [8, 9, 10, 11]
     with pytest.raises(ConfigError, match="hashed 2 blocks of 4: hash first"):
         sync(cache, one, theirs, 9)
+    with pytest.raises(ConfigError, match="hashed 2 blocks of 4: hash first"):
+        cache.engine.synchronise_one(one, 9)
     assert (one.num_tokens, one.num_computed_tokens) == (9, 0)
     theirs.grow()
     sync(cache, one, theirs, 9)
