@@ -301,7 +301,7 @@ def _near_tie(  # noqa: PLR0917
 
 
 def rows(runs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield a row for each load and variant: medians over the rounds.
+    """Yield a row for each load and variant: medians over the rounds, preemptions and near-ties of the first.
 
     ``ratio`` is the median over the rounds of the rate divided by that of the faster stock variant in that round.
     """
@@ -328,7 +328,7 @@ def rows(runs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
                 "ratio": median(ratios) if ratios else None,
                 "first_token_ms": median(one["first_token_ms"] for one in done),
                 "slowest_first_token_ms": max(slowest, default=None),
-                "hits": done[0]["hit_tokens"] / done[0]["prompt_tokens"],
+                "hits": median(one["hit_tokens"] / one["prompt_tokens"] for one in done),
                 "preemptions": done[0]["preemptions"],
                 "compared": done[0]["compared"],
                 "near_ties": done[0]["near_ties"],

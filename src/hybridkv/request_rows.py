@@ -331,7 +331,7 @@ class RequestRows:
     def synchronise_one(self, row: int, num_tokens: int, num_computed: int, in_flight: int) -> None:
         """Set the counts of one row, without arrays of one element."""
         known: int = self.each_num_tokens[row]
-        if num_tokens < known or in_flight > num_computed or (num_tokens > known and not self.lent[row]):
+        if num_tokens < known or (num_tokens > known and not self.lent[row]):
             one, counts = np.array([row]), (num_tokens, num_computed, in_flight)
             self.synchronise(one, *(np.array([count], np.int64) for count in counts))  # raises ConfigError
             return

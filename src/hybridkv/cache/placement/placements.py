@@ -154,8 +154,8 @@ class BoundaryPlacement:
     prefixes are valued. They are the last multiples before the prompt's last token, branch points and marks. With
     states, each chunk's last multiple is one too, also in the output, whose earlier states the row drops. A position
     without a saved state is ignored. With full attention alone, every block of a kept prefix can end a hit. The end of
-    the prompt is a position all the same: where outputs are not sent back, nothing ever resumes at ends of requests,
-    and only hits at ends of prompts show their value (docs/design/0033).
+    the prompt is still a position. If outputs are not sent back, no request resumes at the end of another, so the
+    ranking would never see a hit (docs/design/0033).
 
     Attributes:
         tokens: B, the tokens of which every hit is a multiple.
