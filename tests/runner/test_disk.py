@@ -1,9 +1,6 @@
 """Engines with a disk behind their host memory: a second process resumes what the first one computed."""
 
-import os
 import random
-import signal
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -19,6 +16,7 @@ from hybridkv.request import Hints
 from hybridkv.runner import TINY_ENCODER_DECODERS, Engine, EngineOptions, LoadedModel, Stored, plan_for
 from hybridkv.stores import DiskFolder, StoreChoice, StoreUrl
 from hybridkv.tiers import Prices
+from warm import Warm
 
 OUTPUT = 6
 OPTIONS = EngineOptions(max_running=2, self_check=False)
@@ -270,15 +268,13 @@ for at in range(0, 40, 4):
 def test_a_killed_engine_leaves_whole_prefixes(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "disk"
     code = KILLED.format(path=sys.path, name=name, folder=str(folder))
-    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)  # noqa: S603 - our own code
-    assert child.stdout is not None
-    for line in child.stdout:
-        if line.strip() == "8":
-            break
-    time.sleep(random.Random(name).random() / 4)
-    os.kill(child.pid, signal.SIGKILL)
-    child.wait()
-    child.stdout.close()
+    with Warm(["-c", code]) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            if line.strip() == "8":
+                break
+        time.sleep(random.Random(name).random() / 4)
+        child.kill()
     loaded, prompts = loaded_model(name), chats(40, 5)
     asked = [*prompts[:4], *prompts[8:12]]
     again, engine = served(loaded, small_plan(loaded, prompts), asked, DiskFolder(folder, "64MiB"))

@@ -3,8 +3,6 @@
 import hashlib
 import json
 import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from scripted import ScriptedDrafter
 
+import warm
 from hybridkv.cache.transfers import TransferLog
 from hybridkv.errors import (
     CacheError,
@@ -167,8 +166,7 @@ def test_another_process_goes_on(tmp_path: Path) -> None:
         "    (done,) = engine.generate([turn], SamplingParams(max_tokens=12, ignore_eos=True))\n"
         "print(json.dumps([done.hit_tokens, list(done.token_ids)]))\n"
     )
-    command = [sys.executable, "-c", script, str(tmp_path / "a"), json.dumps(turn)]
-    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)  # noqa: S603  # our own script
+    run = warm.run(["-c", script, tmp_path / "a", json.dumps(turn)])
     hit, tokens = json.loads(run.stdout.splitlines()[-1])
     assert hit == len(turn) - len(TAIL) - 1
     assert tuple(tokens) == generated(loaded_model("qwen3_next"), turn, TOKENS)

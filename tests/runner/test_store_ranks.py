@@ -15,6 +15,8 @@ from hybridkv.runner import Engine, EngineOptions, plan_for
 from hybridkv.runner.tensor_parallel import Ranks
 from hybridkv.stores import DiskFolder, StoreChoice, StoreUrl
 
+pytestmark = pytest.mark.usefixtures("warm_ranks")
+
 TOKENS = 8
 PROMPTS = shared_prompts(2, 6, prefix=40, longest=9)
 TAIL = [65, 66, 67]

@@ -24,6 +24,7 @@ PROMPTS = [*shared_prompts(3, 6, prefix=40, longest=20), [7, 8, 9] * 12]
 SIZES: dict[str, Any] = {"memory": "8MiB", "max_model_len": 128}
 
 
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize(
     "name",
     ["llama", "qwen3_next", *(pytest.param(one, marks=pytest.mark.thorough) for one in ("gemma3", "olmo_hybrid"))],
@@ -81,6 +82,7 @@ def test_wrong_arguments_are_rejected_before_a_process_starts() -> None:
         Ranks("tiny:llama", 2, device="tpu")
 
 
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize(("by", "says"), [(signal.SIGKILL, ""), (signal.SIGABRT, "Fatal Python error: Aborted")])
 def test_killed_rank_is_an_error_and_nothing_stays(
     by: signal.Signals, says: str, capfd: pytest.CaptureFixture[str]

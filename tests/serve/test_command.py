@@ -33,10 +33,10 @@ LONG = {"prompt": "go on", "max_tokens": 300, "ignore_eos": True, "stream": True
 
 
 @contextmanager
-def command(*more: str, model: Sequence[str] = MODEL) -> Iterator[tuple[Warm, str, str]]:
-    """Give the process, its first line, and where it serves."""
+def command(*more: str, model: Sequence[str] = MODEL, alone: bool = False) -> Iterator[tuple[Warm, str, str]]:
+    """Give the process, its first line, and where it serves. alone: see ``Warm``."""
     environment = {"OMP_NUM_THREADS": "1"}
-    with Warm(["-m", "hybridkv", "serve", *model, *more], environment=environment) as process:
+    with Warm(["-m", "hybridkv", "serve", *model, *more], environment=environment, alone=alone) as process:
         try:
             assert process.stdout is not None
             line = process.stdout.readline()

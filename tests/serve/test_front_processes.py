@@ -15,15 +15,10 @@ from test_command import command, ended
 
 from hybridkv.request import SamplingParams
 from hybridkv.runner import Engine
+from warm import children
 
 STREAM = {**LONG, "stream": True}
 TWO = ("--front-workers", "2")
-
-
-def children(process: int) -> list[int]:
-    """The processes that ``process`` has started, oldest first."""
-    found = Path(f"/proc/{process}/task/{process}/children").read_text().split()
-    return [int(one) for one in found]
 
 
 def lives(process: int) -> bool:
@@ -85,7 +80,7 @@ def test_fronts_answer_outlive_a_killed_one_and_drain(alone: Engine) -> None:
 
 
 def test_killed_engine_ends_its_fronts() -> None:
-    with command("--front-workers", "1") as (process, _, url):
+    with command("--front-workers", "1", alone=True) as (process, _, url):
         (front,) = children(process.pid)
         with streaming(url) as lines:
             os.kill(process.pid, signal.SIGKILL)

@@ -14,10 +14,11 @@ import httpx2
 import pytest
 from serve_support import LONGEST, PATH, WAIT, Served, until
 from test_command import command, ended
-from test_front_processes import children, lives, streaming
+from test_front_processes import lives, streaming
 from test_fronts import BODIES, CHAT, OTHERS, plain
 
 from hybridkv.observe.block_index import BlockIndex
+from warm import children
 
 TWO = ("--replicas", "2")
 FEW = ("--max-waiting", "0")
@@ -259,7 +260,7 @@ def require_found(url: str, prompts: list[str], said: list[dict[str, Any]]) -> N
 
 
 def test_replicas_end_with_their_server() -> None:
-    with command(*TWO, model=SMALL) as (process, _, url):
+    with command(*TWO, model=SMALL, alone=True) as (process, _, url):
         replicas = children(process.pid)
         with streaming(url, prompt="goes on", **ENDLESS) as lines:
             os.kill(process.pid, signal.SIGKILL)

@@ -6,11 +6,14 @@ One server for each process of tests has imported them. For each command it fork
       ^------------- its pid, then its exit status ------|
 
 The command has its own streams, signals, terminal, folder and environment. Python's own variables (PYTHON*) are those
-of the server, so a test of these starts a new interpreter.
+of the server, so a test of these starts a new interpreter. Replicas, fronts and ranks that a command starts are forked
+by the same server, unless the command is ``alone``.
 """
 
+import asyncio
 import atexit
 import contextlib
+import faulthandler
 import fcntl
 import json
 import os
@@ -24,9 +27,11 @@ import termios
 import traceback
 from collections.abc import Mapping, Sequence
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from threading import Thread
-from typing import IO, Self
+from types import SimpleNamespace
+from typing import IO, Any, Self
 
 PRELOADED = (
     "transformers.modeling_utils",
@@ -34,6 +39,15 @@ PRELOADED = (
     "hybridkv.runner",
     "hybridkv.cli.app",
 )
+STARTERS = {
+    "hybridkv.runner.tensor_parallel": "subprocess",
+    "hybridkv.serve.replicas": "subprocess",
+    "hybridkv.serve.fronts": "asyncio",
+}
+"""Modules that start processes, each with the module by which it does."""
+_MOVED = 200  # descriptors of a message are moved to this number and above, and then to those that are asked for
+_given: list[socket.socket] = []
+"""In a command: the socket to its server."""
 
 
 class Warm:
@@ -43,6 +57,10 @@ class Warm:
     stdin, stdout, stderr: a file descriptor or `subprocess.PIPE`; text.
     environment: variables in addition to those of this process.
     terminal: whether the command leads a session whose terminal is its standard input.
+    alone: whether processes that it starts are new interpreters.
+    passed: file descriptors that it gets by the same numbers.
+    parent: the process whose child it is said to be (``children``).
+    text: whether its streams here are of text.
     """
 
     def __init__(
@@ -54,18 +72,23 @@ class Warm:
         stderr: int = subprocess.PIPE,
         environment: Mapping[str, str] | None = None,
         terminal: bool = False,
+        alone: bool = False,
+        passed: Sequence[int] = (),
+        parent: int | None = None,
+        text: bool = True,
     ) -> None:
         self.returncode: int | None = None
-        streams: list[IO[str] | None] = []
+        streams: list[IO[Any] | None] = []
         theirs = []
+        kind = "" if text else "b"
         for given, writes in ((stdin, True), (stdout, False), (stderr, False)):
             if given == subprocess.PIPE:
                 read, write = os.pipe()
-                streams.append(os.fdopen(write, "w") if writes else os.fdopen(read))
+                streams.append(os.fdopen(write, f"w{kind}") if writes else os.fdopen(read, f"r{kind}"))
                 theirs.append(read if writes else write)
             else:
                 streams.append(None)
-                theirs.append(os.dup(given))
+                theirs.append(os.open(os.devnull, os.O_RDWR) if given == subprocess.DEVNULL else os.dup(given))
         self.stdin, self.stdout, self.stderr = streams
         read, write = os.pipe()
         asked = {
@@ -73,11 +96,12 @@ class Warm:
             "environment": {**os.environ, **(environment or {})},
             "folder": str(Path.cwd()),
             "terminal": terminal,
+            "alone": alone,
+            "passed": list(passed),
+            "parent": parent,
         }
-        message = json.dumps(asked).encode()
         channel = _server()
-        socket.send_fds(channel, [len(message).to_bytes(4, "big")], [*theirs, write])
-        channel.sendall(message)
+        socket.send_fds(channel, [json.dumps(asked).encode()], [write, channel.fileno(), *theirs, *passed])
         for one in (*theirs, write):
             os.close(one)
         self._status = os.fdopen(read)
@@ -106,6 +130,10 @@ class Warm:
     def kill(self) -> None:
         """End the command at once."""
         self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        """Ask the command to end."""
+        self.send_signal(signal.SIGTERM)
 
     def communicate(self, text: str = "", timeout: float | None = None) -> tuple[str, str]:
         """Write ``text``, and return all that the command writes until it ends."""
@@ -155,30 +183,81 @@ def run(
         return subprocess.CompletedProcess(list(map(str, arguments)), command.returncode, out, err)
 
 
+def children(process: int) -> list[int]:
+    """Return the processes that ``process`` has started, oldest first."""
+    found = {int(one) for one in Path(f"/proc/{process}/task/{process}/children").read_text().split()}
+    for one in Path("/proc").glob("[0-9]*/comm"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if one.read_text().strip() == _child_of(process):
+                found.add(int(one.parent.name))
+    return sorted(found)
+
+
+def _child_of(process: int) -> str:
+    """Return the name of a process that says whose child it is said to be; at most 15 characters."""
+    return f"of {process}"
+
+
+class _Started:
+    """A running command, with the attributes and methods of `asyncio.subprocess.Process` that fronts use."""
+
+    def __init__(self, command: Warm) -> None:
+        self._command = command
+        self.stdin, self.send_signal, self.terminate = command.stdin, command.send_signal, command.terminate
+
+    async def wait(self) -> int:
+        """Return the exit status."""
+        return await asyncio.to_thread(self._command.wait)
+
+
+def starts(module: str) -> SimpleNamespace:
+    """Return ``subprocess`` or ``asyncio`` with processes that the server forks."""
+
+    def start(command: Sequence[str], **more: Any) -> Warm:  # noqa: ANN401 - as Popen
+        assert command[0] == sys.executable
+        streams = [more.get(name) for name in ("stdin", "stdout", "stderr")]
+        stdin, stdout, stderr = (place if one is None else one for place, one in enumerate(streams))
+        return Warm(
+            command[1:],
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            environment=more.get("env"),
+            passed=more.get("pass_fds", ()),
+            parent=os.getpid(),
+            text=False,
+        )
+
+    async def started(*command: str, **more: Any) -> _Started:  # noqa: ANN401 - as asyncio's function
+        return _Started(start(command, **more))
+
+    changed: dict[str, Any] = {"Popen": start} if module == "subprocess" else {"create_subprocess_exec": started}
+    return SimpleNamespace(**{**vars(import_module(module)), **changed})
+
+
 @cache
 def _server() -> socket.socket:
-    """Start the server of this process; it ends with it."""
-    ours, theirs = socket.socketpair()
+    """Return the socket to the server. Start the server of this process, which ends with it, if it has none."""
+    if _given:
+        return _given[0]
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, __file__, str(theirs.fileno())]
     server = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)  # noqa: S603 - this file
     theirs.close()
-    atexit.register(server.wait)  # after the socket is closed, which ends the server
-    atexit.register(ours.close)
+    atexit.register(server.wait)
+    atexit.register(server.terminate)
     return ours
 
 
 def _serve(channel: socket.socket) -> None:
     """Fork a monitor for each message, until the other end is closed."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # monitors leave no zombies
-    for name in PRELOADED:
-        __import__(name)
+    for name in (*PRELOADED, *STARTERS):
+        import_module(name)
     while True:
-        head, fds, _, _ = socket.recv_fds(channel, 4, 4)
-        if not head:
+        message, fds, _, _ = socket.recv_fds(channel, 1 << 20, 16)
+        if not message:
             return
-        message = b""
-        while len(message) < int.from_bytes(head, "big"):
-            message += channel.recv(1 << 16)
         if os.fork() == 0:
             channel.close()
             _monitor(json.loads(message), fds)
@@ -186,37 +265,46 @@ def _serve(channel: socket.socket) -> None:
             os.close(one)
 
 
-def _monitor(asked: Mapping[str, object], fds: Sequence[int]) -> None:
+def _monitor(asked: Mapping[str, Any], fds: Sequence[int]) -> None:
     """Fork the command, report its pid and its exit status, and end."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    *streams, status = fds
+    status, *others = fds
     pid = os.fork()
     if pid == 0:
         os.close(status)
-        _command(asked, streams)
-    for one in streams:
+        _command(asked, others)
+    for one in others:
         os.close(one)
     os.write(status, f"{pid}\n".encode())
     os.write(status, f"{os.waitpid(pid, 0)[1]}\n".encode())
     os._exit(0)
 
 
-def _command(asked: Mapping[str, object], streams: Sequence[int]) -> None:
-    """Become the command and end with its exit status."""
+def _command(asked: Mapping[str, Any], fds: Sequence[int]) -> None:
+    """Become the command and end with its exit status. fds: to the server, its streams, and those passed."""
     code = 1  # as the interpreter ends after an error
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell ignores it
-        for target, one in enumerate(streams):
+        channel, *moved = [fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, _MOVED) for one in fds]
+        for one in fds:
+            os.close(one)
+        for target, one in zip((0, 1, 2, *asked["passed"]), moved, strict=True):
             os.dup2(one, target)
             os.close(one)
+        _given.append(socket.socket(fileno=channel))
+        if not asked["alone"]:
+            for name, module in STARTERS.items():
+                setattr(import_module(name), module, starts(module))
+        if asked["parent"] is not None:
+            Path("/proc/self/comm").write_text(_child_of(asked["parent"]))
         if asked["terminal"]:
             os.setsid()
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
         os.chdir(str(asked["folder"]))
         os.environ.clear()
-        os.environ.update(asked["environment"])  # type: ignore[call-overload]
+        os.environ.update(asked["environment"])
         sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
-        code = _run(*asked["arguments"])  # type: ignore[misc]
+        code = _run(*asked["arguments"])
     except BaseException:  # noqa: BLE001 - as the interpreter does at its top
         traceback.print_exc()
     finally:
@@ -229,9 +317,15 @@ def _command(asked: Mapping[str, object], streams: Sequence[int]) -> None:
 
 
 def _run(first: str, *rest: str) -> int:
-    """Run a module or a script as the interpreter does, and return its exit status."""
+    """Run a module, a text or a script as the interpreter does, and return its exit status."""
+    if (first, *rest[:1]) == ("-X", "faulthandler"):
+        faulthandler.enable()
+        return _run(*rest[1:])
     try:
-        if first == "-m":
+        if first == "-c":
+            sys.argv = ["-c", *rest[1:]]
+            exec(rest[0], {"__name__": "__main__"})  # noqa: S102 - as the interpreter does
+        elif first == "-m":
             sys.argv = list(rest)
             sys.path[0] = str(Path.cwd())
             runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
