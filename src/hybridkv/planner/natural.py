@@ -27,8 +27,8 @@ prefers the one that wastes the least: padding, the null slab, and a slab of eac
 
 Candidates are the S that up to 128 blocks of some group fill. For each, a dynamic program over the layers of a kind
 finds the sizes of lowest cost; ties take larger groups. It takes O(candidates * layers^2) in numpy, under a second for
-100 layers. Only the preferred bytes depend on the memory, and they only order the answers. So taking the first answer
-that fits finds one whenever one exists.
+100 layers. The memory only orders the answers, and leaves out slabs so large that the null slab takes the memory of one
+request's blocks. So taking the first answer that fits finds one whenever one exists.
 """
 
 from __future__ import annotations
@@ -74,11 +74,54 @@ class _Kind:
     spec: KVCacheSpec
     kernel_blocks: int
 
+    @property
+    def size(self) -> LayerKind:
+        """How many layers there are, and how large."""
+        spec = self.spec
+        return LayerKind(len(self.members), spec.page_size_bytes, self.kernel_blocks, spec.stride_multiple)
+
+    def pages(self) -> list[int]:
+        """Return the bytes of each layer in a block, with every part aligned."""
+        pages = [ceil_div(self.spec.layer_spec(name).page_size_bytes, self.kernel_blocks) for name, _ in self.members]
+        return [self.kernel_blocks * round_up(page, ALIGNMENT_BYTES) for page in pages]
+
+
+@dataclass(frozen=True, slots=True)
+class _Demand:
+    """The kinds of layers of a model, and the blocks of each that one request and the sinks need."""
+
+    kinds: tuple[_Kind, ...]
+    blocks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, layers: Sequence[NamedSpec], limits: RequestLimits, kernel_block_size: int | None) -> _Demand:
+        """Return the demand of ``layers``; raise ConfigError as ``natural_choices``."""
+        kinds = [
+            _Kind(tuple(members), spec, _kernel_blocks(spec, kernel_block_size))
+            for members, spec in merged_types(layers)
+        ]
+        needs = [kind.spec.max_request_blocks(limits) + kind.spec.reserved_blocks(limits.cp) for kind in kinds]
+        return cls(tuple(kinds), tuple(needs))
+
+    @property
+    def content_bytes(self) -> int:
+        """Bytes of the blocks, without padding."""
+        return sum(need * sum(kind.pages()) for kind, need in zip(self.kinds, self.blocks, strict=True))
+
+    def choice(self, packing: Packing) -> LayoutChoice:
+        """Return the layout of ``packing``."""
+        blocks: Counter[int] = Counter()
+        for need, ks in zip(self.blocks, packing.blocks_per_slab, strict=True):
+            for k in ks:
+                blocks[k] += need
+        needed = 1 + sum(ceil_div(count, k) for k, count in blocks.items())
+        return LayoutChoice(packing.slab_bytes, needed, partial(_config_of, self.kinds, packing))
+
 
 def natural_choices(
     layers: Sequence[NamedSpec], memory_bytes: int, limits: RequestLimits, kernel_block_size: int | None = None
 ) -> Iterator[LayoutChoice]:
-    """Yield packings of ``layers``, best first. The memory changes the order only.
+    """Yield packings of ``layers`` that may hold one request, best first.
 
     Args:
         layers: names and specs.
@@ -89,17 +132,25 @@ def natural_choices(
     Raises:
         ConfigError: there are no layers, or a block is not a multiple of the kernel's block.
     """
-    kinds = [
-        _Kind(tuple(members), spec, _kernel_blocks(spec, kernel_block_size)) for members, spec in merged_types(layers)
-    ]
-    needs = [kind.spec.max_request_blocks(limits) + kind.spec.reserved_blocks(limits.cp) for kind in kinds]
-    for packing in _packings(kinds, memory_bytes):
-        blocks: Counter[int] = Counter()
-        for need, ks in zip(needs, packing.blocks_per_slab, strict=True):
-            for k in ks:
-                blocks[k] += need
-        needed = 1 + sum(ceil_div(count, k) for k, count in blocks.items())
-        yield LayoutChoice(packing.slab_bytes, needed, partial(_config_of, kinds, packing))
+    demand = _Demand.of(layers, limits, kernel_block_size)
+    most_bytes = memory_bytes - demand.content_bytes  # of the null slab; the others hold the content
+    if most_bytes > 0:
+        yield from map(demand.choice, _packings(demand.kinds, memory_bytes, most_bytes))
+
+
+def least_choice(
+    layers: Sequence[NamedSpec], limits: RequestLimits, kernel_block_size: int | None = None
+) -> LayoutChoice:
+    """Return the packing of ``layers`` that needs the least memory. Arguments and errors: see ``natural_choices``."""
+    demand = _Demand.of(layers, limits, kernel_block_size)
+    if len(demand.kinds) == 1:
+        return demand.choice(next(_packings(demand.kinds, 1)))
+    sizes = [kind.size for kind in demand.kinds]
+    most_bytes = max(size.layer_bytes for size in sizes)  # the smallest slabs
+    for _ in range(2):  # a slab that is larger than the padding and the null slab of the first answer needs more
+        least = min(map(demand.choice, packings(sizes, 0, most_bytes=most_bytes)), key=lambda one: one.needed_bytes)
+        most_bytes = least.needed_bytes - demand.content_bytes
+    return least
 
 
 def _config_of(kinds: Sequence[_Kind], packing: Packing, num_slabs: int) -> KVCacheConfig:
@@ -111,19 +162,15 @@ def _config_of(kinds: Sequence[_Kind], packing: Packing, num_slabs: int) -> KVCa
     return natural_config(groups, slab_layout(packing.slab_bytes, num_slabs, ks, parts))
 
 
-def _packings(kinds: Sequence[_Kind], memory_bytes: int) -> Iterator[Packing]:
-    """Yield packings of ``kinds``. If all layers share one group, there is one packing: a block is a slab."""
+def _packings(kinds: Sequence[_Kind], memory_bytes: int, most_bytes: int | None = None) -> Iterator[Packing]:
+    """Yield packings of ``kinds`` whose slabs may have ``most_bytes``. One group has one packing: a block is a slab."""
     if len(kinds) == 1:
         (kind,) = kinds
-        pages = [ceil_div(kind.spec.layer_spec(name).page_size_bytes, kind.kernel_blocks) for name, _ in kind.members]
-        block_bytes = kind.kernel_blocks * sum(round_up(page, ALIGNMENT_BYTES) for page in pages)
+        block_bytes = sum(kind.pages())
         block_bytes = round_up(block_bytes, lcm(kind.kernel_blocks * ALIGNMENT_BYTES, kind.spec.stride_multiple))
         yield Packing(block_bytes, ((len(kind.members),),), ((1,),))
         return
-    sizes = [
-        LayerKind(len(kind.members), kind.spec.page_size_bytes, kind.kernel_blocks, kind.spec.stride_multiple)
-        for kind in kinds
-    ]
+    sizes = [kind.size for kind in kinds]
     preferred = memory_bytes // SLABS_PREFERRED
     if memory_bytes < SLABS_FEW * next(packings(sizes, preferred)).slab_bytes:
         best = [next(packings(sizes, preferred, [target]), None) for target in PADDING_TARGETS]
@@ -132,7 +179,7 @@ def _packings(kinds: Sequence[_Kind], memory_bytes: int) -> Iterator[Packing]:
             filter(None, best),
             key=lambda one: worst_padding(sizes, one) + Fraction((1 + len(kinds)) * one.slab_bytes, memory_bytes),
         )
-    yield from packings(sizes, preferred)
+    yield from packings(sizes, preferred, most_bytes=most_bytes)
 
 
 def _kernel_blocks(spec: KVCacheSpec, kernel_block_size: int | None) -> int:
@@ -274,11 +321,16 @@ class _Split:
 
 
 def packings(
-    kinds: Sequence[LayerKind], preferred_bytes: int, targets: Sequence[Fraction | None] = PADDING_TARGETS
+    kinds: Sequence[LayerKind],
+    preferred_bytes: int,
+    targets: Sequence[Fraction | None] = PADDING_TARGETS,
+    *,
+    most_bytes: int | None = None,
 ) -> Iterator[Packing]:
     """Yield the packings of ``kinds``, best first. There is always one, and ``preferred_bytes`` changes the order only.
 
-    ``targets`` is the accepted padding, strictest first; there is always a packing for ``None``.
+    ``targets`` is the accepted padding, strictest first; there is always a packing for ``None``. Candidates above
+    ``most_bytes`` are left out.
 
     Raises ConfigError for more than MOST_LAYERS layers, and for pages that are too large for int64 arithmetic.
     """
@@ -294,6 +346,8 @@ def packings(
             "can be planned: lower block_size (--block-size), or correct the sizes in the model's config"
         )
     slabs = _candidates(kinds)
+    if most_bytes is not None:
+        slabs = slabs[slabs <= most_bytes]
     for target in targets:
         splits = [_split(kind, slabs, target) for kind in kinds]
         cost = np.sum([one.cost for one in splits], axis=0)

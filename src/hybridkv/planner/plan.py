@@ -27,7 +27,7 @@ from hybridkv.planner.config import (
     copies_that_fit,
     tokens_that_fit,
 )
-from hybridkv.planner.natural import natural_choices, natural_config
+from hybridkv.planner.natural import least_choice, natural_choices, natural_config
 from hybridkv.planner.reference import reference_choice, with_blocks, with_placement
 from hybridkv.planner.reference import windows_as_full as as_full
 from hybridkv.specs import BATCHED_TOKENS, Keeps, MambaSpec, RequestLimits
@@ -225,6 +225,7 @@ def _config(
     """Return the best layout that holds one request; raise CapacityError about the one that needs the least memory."""
     if layout == NATURAL:
         choices = natural_choices(layers, memory_bytes, limits, kernel_block_size)
+        least = partial(least_choice, layers, limits, kernel_block_size)
     elif layout != REFERENCE:
         raise ConfigError(f"unknown layout {layout!r}: use one of {', '.join(LAYOUTS)}")
     elif kernel_block_size is not None:
@@ -233,16 +234,11 @@ def _config(
             f"the {NATURAL} layout (--layout {NATURAL})"
         )
     else:
-        choices = iter([reference_choice(layers, limits)])
-    least: LayoutChoice | None = None
+        choices, least = iter([reference_choice(layers, limits)]), partial(reference_choice, layers, limits)
     for choice in choices:
         if memory_bytes // choice.unit_bytes >= choice.needed_units:
             return choice.config(memory_bytes // choice.unit_bytes)
-        if least is None or choice.needed_bytes < least.needed_bytes:
-            least = choice
-    if least is None:
-        raise AssertionError("the search found no packing, though it always finds one")
-    raise _too_small(model, least, memory_bytes, limits)
+    raise _too_small(model, least(), memory_bytes, limits)
 
 
 def _longest(model: Model, asked: int | None) -> int:

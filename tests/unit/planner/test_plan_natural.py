@@ -18,7 +18,7 @@ from hybridkv.errors import CapacityError, ConfigError, SchemaError
 from hybridkv.models import Layer, Model, read_model
 from hybridkv.planner import KVCacheConfig, Plan, SlabClass, SlabLayout, plan, plan_from_json, plan_to_json
 from hybridkv.planner.config import blocks_needed, reserved_blocks
-from hybridkv.planner.natural import LayerKind, natural_choices, natural_config, packings, worst_padding
+from hybridkv.planner.natural import LayerKind, least_choice, natural_choices, natural_config, packings, worst_padding
 from hybridkv.planner.plan import DEFAULT_PLACEMENTS, LAYOUTS, facts_of, padding_of
 from hybridkv.specs import (
     ChunkedLocalAttentionSpec,
@@ -318,6 +318,18 @@ def test_natural_plan_of_few_slabs_prefers_padding_to_large_slabs() -> None:
     limits = RequestLimits(1024, 256)
     few, many = (next(natural_choices(layers, memory, limits)).unit_bytes for memory in (3 << 20, 1 << 30))
     assert (few, many % 638_976) == (81_920, 0)
+
+
+@given(layers=layer_lists, tokens=st.sampled_from([1, 40, 1000]), less=st.integers(-30_000, 300_000))
+def test_natural_choices_leave_out_only_what_does_not_fit(layers: list[KVCacheSpec], tokens: int, less: int) -> None:
+    """Beside all packings, in memory around the least that holds a request."""
+    named, limits = [(str(at), spec) for at, spec in enumerate(layers)], RequestLimits(tokens, tokens)
+    every = list(natural_choices(named, 1 << 50, limits))
+    least = least_choice(named, limits)
+    assert least.needed_bytes == min(one.needed_bytes for one in every)
+    memory = max(least.needed_bytes - less, 1)
+    fitting = [one for one in natural_choices(named, memory, limits) if one.needed_bytes <= memory]
+    assert {one.unit_bytes for one in fitting} == {one.unit_bytes for one in every if one.needed_bytes <= memory}
 
 
 def test_natural_kernel_blocks_match_hand_calculation() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from hybridkv import specs as classes
 from hybridkv.planner.config import ALIGNMENT_BYTES, NamedSpec, blocks_needed
-from hybridkv.planner.natural import natural_choices
+from hybridkv.planner.natural import least_choice, natural_choices
 from hybridkv.planner.reference import group_layers, reference_choice
 from hybridkv.spec_fields import KernelBlocks, Quantization
 from hybridkv.specs import AttentionSpec, KVCacheSpec, RequestLimits, UniformTypeKVCacheSpecs
@@ -93,7 +93,8 @@ def test_natural_layout_of_one_spec_adds_only_aligned_starts(name: str) -> None:
     """Each page starts at a multiple of 256 bytes, and blocks keep the spec's own alignment."""
     case = CASES[name]
     limits = limits_of(case)
-    choice = next(natural_choices(layers_of(case), MEMORY, limits))
+    layers = layers_of(case)
+    choice = next(natural_choices(layers, MEMORY, limits), least_choice(layers, limits))
     page, multiple = case["specs"][0]["page_bytes"], case["specs"][0]["stride_multiple"]
     wanted = 2 * round_up(page, ALIGNMENT_BYTES)
     while wanted % multiple:
@@ -110,7 +111,7 @@ def test_natural_layout_of_compressed_caches_keeps_each_page(name: str) -> None:
     """A request needs as many blocks of each spec as in vLLM, in pages of that spec's own bytes."""
     case = CASES[name]
     limits, layers = limits_of(case), dict(layers_of(case))
-    choice = next(natural_choices(list(layers.items()), MEMORY, limits))
+    choice = next(natural_choices(list(layers.items()), MEMORY, limits), least_choice(list(layers.items()), limits))
     config = choice.config(MEMORY // choice.unit_bytes)
     at = {layer: number for number, group in enumerate(config.groups) for layer in group.layer_names}
     needed = blocks_needed(config.groups, limits)
