@@ -268,7 +268,7 @@ for at in range(0, 40, 4):
 def test_a_killed_engine_leaves_whole_prefixes(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "disk"
     code = KILLED.format(path=sys.path, name=name, folder=str(folder))
-    with Warm(["-c", code]) as child:
+    with Warm(["-c", code], stderr=2) as child:
         assert child.stdout is not None
         for line in child.stdout:
             if line.strip() == "8":

@@ -167,6 +167,7 @@ def test_another_process_goes_on(tmp_path: Path) -> None:
         "print(json.dumps([done.hit_tokens, list(done.token_ids)]))\n"
     )
     run = warm.run(["-c", script, tmp_path / "a", json.dumps(turn)])
+    assert run.returncode == 0, run.stderr
     hit, tokens = json.loads(run.stdout.splitlines()[-1])
     assert hit == len(turn) - len(TAIL) - 1
     assert tuple(tokens) == generated(loaded_model("qwen3_next"), turn, TOKENS)

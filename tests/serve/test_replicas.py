@@ -30,8 +30,8 @@ ENDLESS = {"max_tokens": 480, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[tuple[int, str]]:
-    """The process of a server of two replicas with 64 places each, and where it serves."""
-    with command(*TWO, *FEW, model=SMALL) as (process, line, url):
+    """The process of a server of two replicas with 64 places each, and where it serves. Each has its seed of hashes."""
+    with command(*TWO, *FEW, model=SMALL, alone=True) as (process, line, url):
         assert re.search(r": 2 replicas, each 4 MiB for 512 tokens a request, 64 at once, 1 thread$", line.strip())
         yield process.pid, url
         process.send_signal(signal.SIGTERM)

@@ -5,9 +5,9 @@ One server for each process of tests has imported them. For each command it fork
     tests -- argv, streams --> server --fork--> monitor --fork--> command
       ^------------- its pid, then its exit status ------|
 
-The command has its own streams, signals, terminal, folder and environment. Python's own variables (PYTHON*) are those
-of the server, so a test of these starts a new interpreter. Replicas, fronts and ranks that a command starts are forked
-by the same server, unless the command is ``alone``.
+The command has its own streams, signals, terminal, folder and environment. The seed of hashes is the server's, and so
+is what Python and libraries read when they start (PYTHON*, OMP_NUM_THREADS): tests of these start new interpreters.
+The same server forks the replicas, fronts and ranks that a command starts, unless the command is ``alone``.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from threading import Thread
+from threading import Lock, Thread
 from types import SimpleNamespace
 from typing import IO, Any, Self
 
@@ -53,14 +53,14 @@ _given: list[socket.socket] = []
 class Warm:
     """A running command, with the attributes and methods of `subprocess.Popen` that tests use.
 
-    arguments: `-m`, a module and its arguments, or a script and its arguments.
-    stdin, stdout, stderr: a file descriptor or `subprocess.PIPE`; text.
+    arguments: what the interpreter would get: `-m` and a module, `-c` and a text, or a script; then its arguments.
+    stdin, stdout, stderr: a file descriptor, `subprocess.PIPE` or `subprocess.DEVNULL`.
     environment: variables in addition to those of this process.
     terminal: whether the command leads a session whose terminal is its standard input.
     alone: whether processes that it starts are new interpreters.
-    passed: file descriptors that it gets by the same numbers.
-    parent: the process whose child it is said to be (``children``).
-    text: whether its streams here are of text.
+    passed: file descriptors that it gets by the same numbers, below 200.
+    parent: the process that ``children`` gives as its parent.
+    text: whether the pipes are of text.
     """
 
     def __init__(
@@ -77,7 +77,9 @@ class Warm:
         parent: int | None = None,
         text: bool = True,
     ) -> None:
+        assert all(one < _MOVED for one in passed)
         self.returncode: int | None = None
+        self._reading = Lock()
         streams: list[IO[Any] | None] = []
         theirs = []
         kind = "" if text else "b"
@@ -109,11 +111,13 @@ class Warm:
 
     def wait(self, timeout: float | None = None) -> int:
         """Return the exit status; negative for a signal. Raises TimeoutExpired after ``timeout`` seconds."""
-        if self.returncode is None:
-            if not select.select([self._status], [], [], timeout)[0]:
+        with contextlib.suppress(ValueError):  # another thread has read the status, and closed it
+            if self.returncode is None and not select.select([self._status], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired("a warm command", timeout or 0)
-            self.returncode = os.waitstatus_to_exitcode(int(self._status.readline()))
-            self._status.close()
+        with self._reading:
+            if self.returncode is None:
+                self.returncode = os.waitstatus_to_exitcode(int(self._status.readline()))
+                self._status.close()
         return self.returncode
 
     def poll(self) -> int | None:
@@ -125,7 +129,8 @@ class Warm:
     def send_signal(self, number: int) -> None:
         """Send a signal, unless the command has ended."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """End the command at once."""
@@ -188,14 +193,21 @@ def children(process: int) -> list[int]:
     found = {int(one) for one in Path(f"/proc/{process}/task/{process}/children").read_text().split()}
     for one in Path("/proc").glob("[0-9]*/comm"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if one.read_text().strip() == _child_of(process):
+            if one.read_bytes().strip() == _name(process):
                 found.add(int(one.parent.name))
-    return sorted(found)
+    return sorted(found, key=_started_at)
 
 
-def _child_of(process: int) -> str:
-    """Return the name of a process that says whose child it is said to be; at most 15 characters."""
-    return f"of {process}"
+def _name(parent: int) -> bytes:
+    """Return the name that a forked process takes, so that ``children`` finds it. Linux keeps 15 bytes."""
+    return f"of {parent}".encode()
+
+
+def _started_at(process: int) -> int:
+    """Return when a process started; 0 for one that has ended."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return int(Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[19])
+    return 0
 
 
 class _Started:
@@ -213,22 +225,29 @@ class _Started:
 def starts(module: str) -> SimpleNamespace:
     """Return ``subprocess`` or ``asyncio`` with processes that the server forks."""
 
-    def start(command: Sequence[str], **more: Any) -> Warm:  # noqa: ANN401 - as Popen
+    def start(
+        command: Sequence[str],
+        *,
+        stdin: int = 0,
+        stdout: int = 1,
+        stderr: int = 2,
+        env: Mapping[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> Warm:
         assert command[0] == sys.executable
-        streams = [more.get(name) for name in ("stdin", "stdout", "stderr")]
-        stdin, stdout, stderr = (place if one is None else one for place, one in enumerate(streams))
         return Warm(
             command[1:],
             stdin=stdin,
             stdout=stdout,
             stderr=stderr,
-            environment=more.get("env"),
-            passed=more.get("pass_fds", ()),
+            environment=env,
+            passed=pass_fds,
             parent=os.getpid(),
             text=False,
         )
 
-    async def started(*command: str, **more: Any) -> _Started:  # noqa: ANN401 - as asyncio's function
+    async def started(*command: str, start_new_session: bool, **more: Any) -> _Started:  # noqa: ANN401 - as asyncio's
+        assert start_new_session  # monitors and what they fork have the session of the server
         return _Started(start(command, **more))
 
     changed: dict[str, Any] = {"Popen": start} if module == "subprocess" else {"create_subprocess_exec": started}
@@ -250,7 +269,7 @@ def _server() -> socket.socket:
 
 
 def _serve(channel: socket.socket) -> None:
-    """Fork a monitor for each message, until the other end is closed."""
+    """Fork a monitor for each message, until the tests and all commands have closed the other end."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # monitors leave no zombies
     for name in (*PRELOADED, *STARTERS):
         import_module(name)
@@ -296,7 +315,7 @@ def _command(asked: Mapping[str, Any], fds: Sequence[int]) -> None:
             for name, module in STARTERS.items():
                 setattr(import_module(name), module, starts(module))
         if asked["parent"] is not None:
-            Path("/proc/self/comm").write_text(_child_of(asked["parent"]))
+            Path("/proc/self/comm").write_bytes(_name(asked["parent"]))
         if asked["terminal"]:
             os.setsid()
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
@@ -324,6 +343,7 @@ def _run(first: str, *rest: str) -> int:
     try:
         if first == "-c":
             sys.argv = ["-c", *rest[1:]]
+            sys.path[0] = ""
             exec(rest[0], {"__name__": "__main__"})  # noqa: S102 - as the interpreter does
         elif first == "-m":
             sys.argv = list(rest)

@@ -27,8 +27,8 @@ prefers the one that wastes the least: padding, the null slab, and a slab of eac
 
 Candidates are the S that up to 128 blocks of some group fill. For each, a dynamic program over the layers of a kind
 finds the sizes of lowest cost; ties take larger groups. It takes O(candidates * layers^2) in numpy, under a second for
-100 layers. The memory only orders the answers, and leaves out slabs so large that the null slab takes the memory of one
-request's blocks. So taking the first answer that fits finds one whenever one exists.
+100 layers. The memory orders the answers. It also rules out slabs so large that the null slab and the blocks of one
+request do not fit together. So taking the first answer that fits finds one whenever one exists.
 """
 
 from __future__ import annotations
@@ -144,10 +144,10 @@ def least_choice(
     """Return the packing of ``layers`` that needs the least memory. Arguments and errors: see ``natural_choices``."""
     demand = _Demand.of(layers, limits, kernel_block_size)
     if len(demand.kinds) == 1:
-        return demand.choice(next(_packings(demand.kinds, 1)))
+        return demand.choice(_one_group(*demand.kinds))
     sizes = [kind.size for kind in demand.kinds]
-    most_bytes = max(size.layer_bytes for size in sizes)  # the smallest slabs
-    for _ in range(2):  # a slab that is larger than the padding and the null slab of the first answer needs more
+    most_bytes = max(size.layer_bytes for size in sizes)  # the smallest slab
+    for _ in range(2):  # a packing that needs less than the first answer has a slab of fewer bytes than this
         least = min(map(demand.choice, packings(sizes, 0, most_bytes=most_bytes)), key=lambda one: one.needed_bytes)
         most_bytes = least.needed_bytes - demand.content_bytes
     return least
@@ -162,13 +162,19 @@ def _config_of(kinds: Sequence[_Kind], packing: Packing, num_slabs: int) -> KVCa
     return natural_config(groups, slab_layout(packing.slab_bytes, num_slabs, ks, parts))
 
 
-def _packings(kinds: Sequence[_Kind], memory_bytes: int, most_bytes: int | None = None) -> Iterator[Packing]:
-    """Yield packings of ``kinds`` whose slabs may have ``most_bytes``. One group has one packing: a block is a slab."""
+def _one_group(kind: _Kind) -> Packing:
+    """Return the packing of layers that all share one group: a block is a slab."""
+    multiple = lcm(kind.kernel_blocks * ALIGNMENT_BYTES, kind.spec.stride_multiple)
+    return Packing(round_up(sum(kind.pages()), multiple), ((len(kind.members),),), ((1,),))
+
+
+def _packings(kinds: Sequence[_Kind], memory_bytes: int, most_bytes: int) -> Iterator[Packing]:
+    """Yield packings of ``kinds``, best first.
+
+    Candidates above ``most_bytes`` are left out, except in the first answer if that has few slabs.
+    """
     if len(kinds) == 1:
-        (kind,) = kinds
-        block_bytes = sum(kind.pages())
-        block_bytes = round_up(block_bytes, lcm(kind.kernel_blocks * ALIGNMENT_BYTES, kind.spec.stride_multiple))
-        yield Packing(block_bytes, ((len(kind.members),),), ((1,),))
+        yield _one_group(*kinds)
         return
     sizes = [kind.size for kind in kinds]
     preferred = memory_bytes // SLABS_PREFERRED
@@ -327,10 +333,10 @@ def packings(
     *,
     most_bytes: int | None = None,
 ) -> Iterator[Packing]:
-    """Yield the packings of ``kinds``, best first. There is always one, and ``preferred_bytes`` changes the order only.
+    """Yield the packings of ``kinds``, best first. ``preferred_bytes`` changes the order only.
 
-    ``targets`` is the accepted padding, strictest first; there is always a packing for ``None``. Candidates above
-    ``most_bytes`` are left out.
+    ``targets`` is the accepted padding, strictest first. Candidates above ``most_bytes`` are left out. Without it, the
+    target ``None`` always has a packing.
 
     Raises ConfigError for more than MOST_LAYERS layers, and for pages that are too large for int64 arithmetic.
     """

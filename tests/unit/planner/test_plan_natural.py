@@ -40,6 +40,7 @@ LATENT = MLAAttentionSpec(block_size=8, head_size=37, dtype="float16")
 SINK = SinkFullAttentionSpec(block_size=8, num_kv_heads=1, head_size=16, dtype="float16", sink_len=20)
 STATE = MambaSpec(block_size=8, shapes=((1000,),), dtypes=("float32",))
 ODD = MambaSpec(block_size=8, shapes=((3, 7), (1111,)), dtypes=("float16", "float32"))
+APART = replace(FULL, block_stride_alignment=768)
 
 layer_lists = st.lists(
     st.sampled_from([FULL, FULL, WIDE, WINDOW, WINDOW, CHUNK, LATENT, SINK, STATE, STATE, ODD]), min_size=1, max_size=14
@@ -320,16 +321,22 @@ def test_natural_plan_of_few_slabs_prefers_padding_to_large_slabs() -> None:
     assert (few, many % 638_976) == (81_920, 0)
 
 
-@given(layers=layer_lists, tokens=st.sampled_from([1, 40, 1000]), less=st.integers(-30_000, 300_000))
-def test_natural_choices_leave_out_only_what_does_not_fit(layers: list[KVCacheSpec], tokens: int, less: int) -> None:
-    """Beside all packings, in memory around the least that holds a request."""
+@given(
+    layers=st.lists(st.sampled_from([FULL, WIDE, WINDOW, SINK, STATE, ODD, APART]), min_size=1, max_size=9),
+    tokens=st.sampled_from([1, 40, 1000]),
+    kernel=st.sampled_from([None, 4]),
+    more=st.integers(-1000, 300_000),
+)
+def test_natural_choices_that_fit_are_those_of_all_packings(
+    layers: list[KVCacheSpec], tokens: int, kernel: int | None, more: int
+) -> None:
     named, limits = [(str(at), spec) for at, spec in enumerate(layers)], RequestLimits(tokens, tokens)
-    every = list(natural_choices(named, 1 << 50, limits))
-    least = least_choice(named, limits)
+    every = list(natural_choices(named, 1 << 50, limits, kernel))
+    least = least_choice(named, limits, kernel)
     assert least.needed_bytes == min(one.needed_bytes for one in every)
-    memory = max(least.needed_bytes - less, 1)
-    fitting = [one for one in natural_choices(named, memory, limits) if one.needed_bytes <= memory]
-    assert {one.unit_bytes for one in fitting} == {one.unit_bytes for one in every if one.needed_bytes <= memory}
+    memory = least.needed_bytes + more
+    fitting = {one.unit_bytes for one in natural_choices(named, memory, limits, kernel) if one.needed_bytes <= memory}
+    assert fitting == {one.unit_bytes for one in every if one.needed_bytes <= memory}
 
 
 def test_natural_kernel_blocks_match_hand_calculation() -> None:
