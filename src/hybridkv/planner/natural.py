@@ -82,8 +82,8 @@ class _Kind:
 
     def pages(self) -> list[int]:
         """Return the bytes of each layer in a block, with every part aligned."""
-        pages = [ceil_div(self.spec.layer_spec(name).page_size_bytes, self.kernel_blocks) for name, _ in self.members]
-        return [self.kernel_blocks * round_up(page, ALIGNMENT_BYTES) for page in pages]
+        pages = (self.spec.layer_spec(name).page_size_bytes for name, _ in self.members)
+        return [LayerKind(1, page, self.kernel_blocks).layer_bytes for page in pages]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class _Demand:
 
     @property
     def content_bytes(self) -> int:
-        """Bytes of the blocks, without padding."""
+        """Bytes of the blocks, without the padding of slabs."""
         return sum(need * sum(kind.pages()) for kind, need in zip(self.kinds, self.blocks, strict=True))
 
     def choice(self, packing: Packing) -> LayoutChoice:
@@ -164,8 +164,8 @@ def _config_of(kinds: Sequence[_Kind], packing: Packing, num_slabs: int) -> KVCa
 
 def _one_group(kind: _Kind) -> Packing:
     """Return the packing of layers that all share one group: a block is a slab."""
-    multiple = lcm(kind.kernel_blocks * ALIGNMENT_BYTES, kind.spec.stride_multiple)
-    return Packing(round_up(sum(kind.pages()), multiple), ((len(kind.members),),), ((1,),))
+    block_bytes = round_up(sum(kind.pages()), kind.size.block_multiple)
+    return Packing(block_bytes, ((len(kind.members),),), ((1,),))
 
 
 def _packings(kinds: Sequence[_Kind], memory_bytes: int, most_bytes: int) -> Iterator[Packing]:
